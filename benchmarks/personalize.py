@@ -61,9 +61,9 @@ def iter_dependencies(recipe: Recipe) -> Iterator[tuple[Recipe, str]]:
     """Yield (recipe, dependency name) in topological order, each run once."""
     runs: set[str] = set()
     for name in recipe.needs:
-        inner = dependencies.dependency_recipe(recipe, name)
+        inner = dependencies.build_dependency_recipe(recipe, name)
         for owner, dependency in (*iter_dependencies(inner), (recipe, name)):
-            run = str(dependencies.dependency_run(owner, dependency))
+            run = str(dependencies.find_dependency_run(owner, dependency))
             if run not in runs:
                 runs.add(run)
                 yield owner, dependency

@@ -99,9 +99,9 @@ def test_partial_recipe_may_leave_keys_to_another_file(tmp_path: Path) -> None:
     resolved = load_recipe(
         ["classify/image", {"data.sources": sources, "data.mixture": "sequence", "needs.x": teacher}]
     )
-    from bottega.tasks.dependencies import dependency_recipe
+    from bottega.tasks.dependencies import build_dependency_recipe
 
-    assert dependency_recipe(resolved.recipe, "x").data.mixture == "sequence"
+    assert build_dependency_recipe(resolved.recipe, "x").data.mixture == "sequence"
 
 
 def test_recipe_loads_without_its_teacher() -> None:

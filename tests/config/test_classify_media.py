@@ -10,7 +10,7 @@ from bottega.config.flags import Override
 from bottega.config.load import to_yaml
 from bottega.config.schema_keys import collect_schema_keys
 from bottega.core.errors import UsageError
-from bottega.tasks.recipes import check_recipe, commented_recipe, json_schema, load_recipe, parse_overrides
+from bottega.tasks.recipes import build_json_schema, check_recipe, load_recipe, parse_overrides, render_recipe_template
 from bottega.tasks.registry import TASKS
 
 MEDIA = ("image", "audio", "video")
@@ -81,7 +81,7 @@ def test_every_key_has_a_description_and_a_flag_and_is_in_the_commented_recipe(m
     _, overrides = parse_overrides([word for key in plain for word in (f"--{key}", "1")])
     assert [override.key for override in overrides] == plain
     path = tmp_path / "new.yaml"
-    path.write_text(commented_recipe(f"classify/{medium}"))
+    path.write_text(render_recipe_template(f"classify/{medium}"))
     recipe = load_recipe([str(path)]).recipe
     assert type(recipe) is TASKS["classify"].inputs[medium]
     assert recipe.model_copy(update={"origin": None, "training": None, "data": None}) == check_recipe(
@@ -90,7 +90,7 @@ def test_every_key_has_a_description_and_a_flag_and_is_in_the_commented_recipe(m
 
 
 def test_json_schema_has_all_inputs_under_classify() -> None:
-    schema = json_schema()
+    schema = build_json_schema()
     forms = {f"#/$defs/{form.__name__}" for form in TASKS["classify"].inputs.values()}
     assert schema["discriminator"]["mapping"]["classify"] == "#/$defs/classify"
     assert {choice["$ref"] for choice in schema["$defs"]["classify"]["anyOf"]} == forms

@@ -16,17 +16,17 @@ from bottega.config.recipe import diff_recipes
 from bottega.config.schema_keys import collect_schema_keys
 from bottega.core.errors import UsageError
 from bottega.tasks.recipes import (
-    bundled_recipes,
+    build_json_schema,
     check_recipe,
-    commented_recipe,
-    json_schema,
+    list_bundled_recipes,
     load_recipe,
     parse_overrides,
+    render_recipe_template,
 )
 from bottega.tasks.registry import TASKS
 
 DATA = [Override("data", "corpus.txt")]
-BUNDLED = [name for name, _, _ in bundled_recipes()]
+BUNDLED = [name for name, _, _ in list_bundled_recipes()]
 
 
 @pytest.mark.parametrize("name", BUNDLED)
@@ -43,7 +43,7 @@ def test_bundled_recipes_load_and_round_trip(name: str, tmp_path: Path) -> None:
 
 def test_bundled_recipes_have_a_task_and_a_description() -> None:
     assert {"language", "language/shakespeare", "language/verse", "language/stanza", "language/epic"} <= set(BUNDLED)
-    assert all(task in TASKS and about for _, task, about in bundled_recipes())
+    assert all(task in TASKS and about for _, task, about in list_bundled_recipes())
     load_recipe(["language"])
     with pytest.raises(UsageError, match=r"^data.train.path: missing"):
         load_recipe(["language/shakespeare"])
@@ -201,7 +201,7 @@ def test_every_key_is_described_and_the_commented_recipe_loads(task: str, tmp_pa
     keys = collect_schema_keys(TASKS[task].recipe)
     assert [key for key, info in keys.items() if not info.description] == []
     path = tmp_path / "new.yaml"
-    path.write_text(commented_recipe(task))
+    path.write_text(render_recipe_template(task))
     resolved = load_recipe([str(path)])
     assert resolved.recipe.task == task
     missing = {key.split(".")[0] for key in keys} - {key.split(".")[0] for key in resolved.key_locations} - {"task"}
@@ -210,7 +210,7 @@ def test_every_key_is_described_and_the_commented_recipe_loads(task: str, tmp_pa
 
 
 def test_json_schema_has_a_definition_for_each_task() -> None:
-    schema = json_schema()
+    schema = build_json_schema()
     assert set(schema["discriminator"]["mapping"]) == set(TASKS)
     assert len(schema["oneOf"]) == len(TASKS)
     language = schema["$defs"]["LanguageRecipe"]

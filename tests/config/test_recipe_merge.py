@@ -185,7 +185,7 @@ def test_num_heads_alone_adjusts_num_kv_heads() -> None:
         for heads in (1, 2, 3, 6, 8):
             resolved = check_recipe([recipe, {"model.num_heads": heads}])
             model: Any = resolved.recipe.model
-            fields = resolve_shape_fields(model.kind, model.size, model.explicit_dimensions())
+            fields = resolve_shape_fields(model.kind, model.size, model.get_explicit_dimensions())
             assert fields["num_heads"] == heads
             assert heads % fields["num_kv_heads"] == 0
     resolved = check_recipe(["language/shakespeare", {"model.num_heads": 2}])

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from bottega.core.errors import CheckpointError, UsageError
 from bottega.models.clip.torch import Clip, build_clip, export_clip, load_clip, read_clip_shape
-from bottega.tasks.align.config import AlignModel, clip_shape
+from bottega.tasks.align.config import AlignModel, build_clip_shape
 
 transformers = pytest.importorskip("transformers")
 
@@ -31,7 +31,7 @@ MODEL = AlignModel(
     projection_size=12,
 )
 BOS, EOS = 18, 19
-SHAPE = clip_shape(MODEL, image_size=8, tokens=20, bos=BOS, eos=EOS, padding=EOS)
+SHAPE = build_clip_shape(MODEL, image_size=8, vocab_size=20, bos=BOS, eos=EOS, padding=EOS)
 
 
 def build_row(words: list[int]) -> list[int]:
@@ -174,7 +174,9 @@ def test_gradients_of_deduplicated_captions_add_up(clip: Clip) -> None:
 def test_gradient_is_deterministic_with_two_threads() -> None:
     """With as many captions as in a recipe: smaller sums use one thread."""
     wide = MODEL.model_copy(update={"projection_size": 64, "text_num_layers": 1, "num_layers": 1})
-    model = build_clip(clip_shape(wide, image_size=8, tokens=20, bos=BOS, eos=EOS, padding=EOS), 0, negatives=15)
+    model = build_clip(
+        build_clip_shape(wide, image_size=8, vocab_size=20, bos=BOS, eos=EOS, padding=EOS), 0, negatives=15
+    )
     rng = np.random.default_rng(0)
     numbers = torch.from_numpy(rng.integers(0, 120, (64, 16)))
     rows = torch.tensor([build_row([int(n) % 18, int(n) // 18 + 1]) for n in range(120)])

@@ -29,7 +29,7 @@ from bottega.models.frozen.precision import build_quantization_config, frozen_dt
 from bottega.models.pipeline import model_index
 from bottega.models.pipeline.schedule import MIN_SIGNAL_TO_NOISE, read_schedule
 from bottega.tasks.generation import paths, solvers
-from bottega.tasks.generation.export import scheduler_config
+from bottega.tasks.generation.export import build_scheduler_config
 from bottega.tasks.generation.objectives import noise
 
 FAMILIES: dict[str, Callable[[Path], Path]] = {
@@ -335,11 +335,11 @@ def test_exported_scheduler_config_reads_back_as_the_same_noise_path(
 ) -> None:
     path = paths.NoisePath(objective=objective, schedule=schedule, shift=2.0 if objective == "flow" else 1.0)
     file = tmp_path / "scheduler_config.json"
-    file.write_text(json.dumps(scheduler_config(path, "StableDiffusionPipeline")))
+    file.write_text(json.dumps(build_scheduler_config(path, "StableDiffusionPipeline")))
     schedule_fields = read_schedule(file)
     expected = path if objective != "flow" else path.model_copy(update={"schedule": "cosine"})
     assert paths.NoisePath(**schedule_fields._asdict()) == expected
-    assert MIN_SIGNAL_TO_NOISE == noise.LEAST_RATIO
+    assert MIN_SIGNAL_TO_NOISE == noise.MIN_RATIO
 
 
 def update_config(folder: Path, part: str, **values: Any) -> Path:

@@ -85,7 +85,7 @@ def test_dependency_resolves_to_its_run(tmp_path: Path) -> None:
     recipe = load_recipe(
         ["image", {"output_dir": str(tmp_path), "needs": {"vae": {"recipe": "image_vae/digits"}}}]
     ).recipe
-    run = dependencies.dependency_run(recipe, "vae")
+    run = dependencies.find_dependency_run(recipe, "vae")
     with pytest.raises(UsageError, match=r"^model\.vae: needs\.vae is not trained yet"):
         dependencies.resolve_model_reference(recipe, "needs.vae", key="model.vae")
     write_folder(run, "recipe.yaml")

@@ -94,7 +94,7 @@ def folder(trained_folder: Path, tmp_path: Path) -> Path:
     copy = Path(shutil.copytree(trained_folder, tmp_path / "runs", symlinks=True))
     text = copy / "x" / "recipe.yaml"
     text.write_text(text.read_text().replace(str(trained_folder), str(copy)))
-    part = Path(shutil.move(find_dependency(copy), needs.dependency_run(recipe(copy), "vae")))
+    part = Path(shutil.move(find_dependency(copy), needs.find_dependency_run(recipe(copy), "vae")))
     metadata = copy / "x" / "processor" / "generator.json"
     metadata.write_text(metadata.read_text().replace(str(find_dependency(trained_folder)), str(part)))
     return copy
@@ -145,7 +145,7 @@ def test_own_data_or_allowed_change_keeps_the_dependency(folder: Path) -> None:
     assert run.ensure_dependency(recipe(folder), "vae", allow_data_change=True) == part
     assert not part.with_name(f"{part.name}.1").exists()
     own = recipe(folder, **{"needs.vae.own_data": True})
-    path = needs.dependency_run(own, "vae")
+    path = needs.find_dependency_run(own, "vae")
     part.rename(path)
     assert run.ensure_dependency(own, "vae") == path
     assert not path.with_name(f"{path.name}.1").exists()
@@ -156,7 +156,7 @@ def test_judge_is_trained_again_after_a_data_change(tmp_path: Path, capsys: pyte
     options |= {"model.vae": None, "model.patch_size": 2, "evaluation.every": None}
     path = train(tmp_path, **options).path
     bottega.evaluate(path, count=2)
-    judge = needs.dependency_run(recipe(tmp_path, **options), "judge")
+    judge = needs.find_dependency_run(recipe(tmp_path, **options), "judge")
     append_image(tmp_path)
     again = train(tmp_path, **{**options, "name": "y"}).path
     capsys.readouterr()
@@ -184,9 +184,9 @@ def test_name_in_a_dependency_recipe_is_ignored(tmp_path: Path) -> None:
     mine = tmp_path / "mine.yaml"
     mine.write_text("extends: image_vae/digits\nname: always-the-same\n")
     changes = {"needs.vae": {"recipe": str(mine), "settings": TINY}}
-    first = needs.dependency_run(recipe(tmp_path, **changes), "vae").name
+    first = needs.find_dependency_run(recipe(tmp_path, **changes), "vae").name
     assert first.startswith("mine-")
-    assert needs.dependency_run(recipe(tmp_path, **changes, **{"data.channels": 3}), "vae").name != first
+    assert needs.find_dependency_run(recipe(tmp_path, **changes, **{"data.channels": 3}), "vae").name != first
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_saved_recipe_has_the_same_dependencies(tmp_path: Path, name: str, chang
     again = load_recipe([tmp_path / "recipe.yaml"]).recipe
     assert first.needs
     for part in first.needs:
-        assert needs.dependency_run(again, part) == needs.dependency_run(first, part)
+        assert needs.find_dependency_run(again, part) == needs.find_dependency_run(first, part)
 
 
 def test_dependency_inherits_the_data_of_its_parent(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_dependency_inherits_the_data_of_its_parent(tmp_path: Path) -> None:
         "  augmentation: {flip: true}, validation: {limit: 3}, train: {limit: 5}}\n"
     )
     parent = recipe(tmp_path, **{"needs.vae": {"recipe": str(mine), "settings": TINY}})
-    data: Any = needs.dependency_recipe(parent, "vae").data
+    data: Any = needs.build_dependency_recipe(parent, "vae").data
     assert (data.normalise, data.resize) == ("symmetric", "crop")
     assert (data.split, data.limit, data.train, data.validation) == (
         None,
@@ -263,7 +263,7 @@ def test_changed_text_encoder_is_refused_on_resume(tmp_path: Path) -> None:
     (clip / "recipe.yaml").write_text("task: language\n")
     options = {**CONSTANT_RATE, "model.vae": None, "model.patch_size": 2, "model.condition": "text"}
     options |= {"model.text.from": "needs.words", "needs.words": {"run": str(clip)}, "training.max_steps": 1}
-    assert needs.referenced_dependencies(recipe(tmp_path, **options)) == ["words"]
+    assert needs.find_referenced_dependencies(recipe(tmp_path, **options)) == ["words"]
     path = train(tmp_path, **options).path
     assert bottega.load(path).workload.text.metadata.encoder == str(clip / "final")
     shutil.rmtree(path / "processor")
@@ -412,7 +412,7 @@ def test_second_process_waits_and_reuses_the_dependency(
 
 def test_dependency_is_exported_atomically_under_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parent = recipe(tmp_path)
-    path, is_visible = needs.dependency_run(parent, "vae"), []
+    path, is_visible = needs.find_dependency_run(parent, "vae"), []
     model_card = export.RunExporter.build_model_card
 
     def interrupt(self: Any, metadata: Any) -> str:

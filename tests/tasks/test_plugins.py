@@ -291,8 +291,8 @@ def test_a_recipe_never_loads_code(project: Path) -> None:
             UsageError,
             "task one: its recipe must be a subclass of bottega.plugin.Recipe",
         ),
-        ("one_empty.py", "", UsageError, "plugin one_empty: defines no task; set TASK = TaskSpec(...)"),
-        ("one_wrong.py", "TASK = 3", UsageError, "plugin one_wrong: defines no task"),
+        ("one_empty.py", "", UsageError, "plugin one_empty defines no task; set TASK = TaskSpec(...)"),
+        ("one_wrong.py", "TASK = 3", UsageError, "plugin one_wrong defines no task"),
         (
             "one_taken.py",
             "from bottega.tasks.recall.spec import SPEC as TASK\n",
@@ -331,7 +331,7 @@ def test_a_folder_and_an_empty_plugin_flag_are_refused(tmp_path: Path, tasks: Ta
 
 def test_a_plugin_is_loaded_once_and_passed_to_children(project: Path, tasks: TaskRegistry) -> None:
     assert plugins.load_plugin_flags(["a.yaml", "--plugin=regression.py", "x=1", *FLAG]) == ["a.yaml", "x=1"]
-    assert plugins.plugin_flags() == ["--plugin", str(project / "regression.py")]
+    assert plugins.build_plugin_flags() == ["--plugin", str(project / "regression.py")]
     assert check_recipe(["houses.yaml"]).recipe.task == "regression"
     assert list(TASKS)[-1] == "regression"
 

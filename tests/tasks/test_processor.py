@@ -90,7 +90,7 @@ def test_images_of_another_aspect_ratio_are_refused(case: str, tmp_path: Path) -
         np.savez(tmp_path / f"{height}.npz", image=image, label=np.array(small_media.NAMES)[np.arange(36) % 3])
     workload = open_workload(case, tmp_path, **{"data.train.path": str(tmp_path / "8.npz")})
     assert len(workload.data.read_external(ExternalData(SourceOptions(path=str(tmp_path / "8.npz"))))) == 36
-    with pytest.raises(DataError, match=r"16\.npz is of 16 x 8 x 1, but this run was trained on 8 x 16 x 1"):
+    with pytest.raises(DataError, match=r"16\.npz has samples of 16 x 8 x 1, but this run was trained on 8 x 16 x 1"):
         workload.data.read_external(ExternalData(SourceOptions(path=str(tmp_path / "16.npz"))))
 
 

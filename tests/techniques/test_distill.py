@@ -522,8 +522,8 @@ def test_teacher_dependency_is_trained_first_and_once(tmp_path: Path, capsys: py
     part = {"training.max_steps": 4, "training.batch_size": 8, "model.hidden_size": 8, "logging.tensorboard": False}
     options = {**distill_from("needs.teacher"), "needs.teacher": {"recipe": "classify/image", "settings": part}}
     resolved = load_recipe(["classify/image", {**values("classify/image", tmp_path), **options}]).recipe
-    assert dependencies.referenced_dependencies(resolved) == ["teacher"]
-    path = dependencies.dependency_run(resolved, "teacher")
+    assert dependencies.find_referenced_dependencies(resolved) == ["teacher"]
+    path = dependencies.find_dependency_run(resolved, "teacher")
     chosen: Any = dependencies.resolve_references(resolved).techniques[0].options
     assert chosen.teacher == str(path)
     file = tmp_path / "both.yaml"

@@ -84,7 +84,7 @@ class ClassifierPredictions:
         with explain_write_errors(file), replacing_file(file) as temporary:
             text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in self.to_rows())
             temporary.write_text(text, encoding="utf-8")
-        bins = classification.reliability_bins(*classification.confidences(self.probabilities, self.labels))
+        bins = classification.reliability_bins(*classification.compute_confidences(self.probabilities, self.labels))
         plots: dict[str, Callable[[Path], None]] = {CALIBRATION_FILE: partial(plot_calibration, *bins)}
         if not self.is_multi_label:
             plots[CONFUSION_FILE] = partial(plot_confusion_matrix, self.confusion_matrix, self.classes)

@@ -114,7 +114,7 @@ def prepare_fold(recipe: Recipe, report_progress: Any) -> PreparedData | None:
     path = Path(data.train.path).expanduser() if data.train.path is not None else None
     if data.train.kind == "shards" or (path is not None and is_prepared(path)):
         raise UsageError(f"{path} contains shards, which are already split; give the data they were prepared from")
-    if str(getattr(recipe.model, "from_", None)).startswith(dependencies.PREFIX):
+    if str(getattr(recipe.model, "from_", None)).startswith(dependencies.REFERENCE_PREFIX):
         return None
     if getattr(data, "latents", False):  # these need the autoencoder; the split does not
         recipe = recipe.model_copy(update={"data": data.model_copy(update={"latents": False})})
@@ -135,7 +135,7 @@ def check_metric_available(recipe: Recipe, report_progress: Any) -> None:
     from bottega.run.compose import build_training_plan, check_metrics
     from bottega.tasks import registry
 
-    if dependencies.referenced_dependencies(recipe) or getattr(recipe.data, "latents", False):
+    if dependencies.find_referenced_dependencies(recipe) or getattr(recipe.data, "latents", False):
         return  # the workload cannot be opened before dependencies are trained and latents computed
     # On the CPU: nothing is computed here, and the folds need the GPU memory.
     resolved = dependencies.resolve_references(recipe.model_copy(update={"device": "cpu"}))

@@ -161,7 +161,7 @@ class _Child:
         # In its own process group, so that Ctrl-C reaches only the parent: a second signal would stop it without saving.
         with self._stderr_file.open("wb") as stderr:
             self._process = subprocess.Popen(
-                plugins.bottega_command(["train", str(job.recipe), "--quiet"]),
+                plugins.build_bottega_command(["train", str(job.recipe), "--quiet"]),
                 env={**os.environ, **environment},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -251,7 +251,7 @@ def _compute_code_usage(saved: SavedRun, source: Source) -> dict[str, float]:
     if not isinstance(workload, TokensWorkload):
         return {}
     with saved.engine.sampling() as models:
-        return workload.code_usage(models, source, device=saved.engine.device)
+        return workload.measure_code_usage(models, source, device=saved.engine.device)
 
 
 def _is_generator(saved: SavedRun) -> bool:

@@ -25,8 +25,8 @@ from bottega.tasks.generation.requests import check_sample_memory
 from bottega.tasks.generation.workload import GenerationWorkload
 from bottega.tasks.metrics.attributes import conditional_accuracy, parse_attributes
 from bottega.tasks.metrics.frechet import distance_of_moments, feature_moments, frechet_distance
-from bottega.tasks.metrics.motion import DIRECTIONS, motion_direction
-from bottega.tasks.metrics.pitch import estimate_pitch, note_frequency, semitone_difference
+from bottega.tasks.metrics.motion import DIRECTIONS, detect_motion_direction
+from bottega.tasks.metrics.pitch import estimate_pitch, parse_note_frequency, semitone_difference
 from bottega.tasks.metrics.spread import nearest_distances, nearest_ratio, variance_ratio
 
 DEFAULT_COUNTS = {"image": 1000, "video": 1000, "audio": 250}
@@ -213,7 +213,7 @@ def _measure_medium(workload: GenerationWorkload, sample_set: SampleSet) -> dict
     names = workload.metadata.classes
     assert sample_set.labels is not None
     if workload.medium.name == "audio":
-        notes = [note_frequency(name) for name in names]
+        notes = [parse_note_frequency(name) for name in names]
         if names and all(note is not None for note in notes):
             expected = np.array(notes, np.float64)[sample_set.labels]
             assert workload.mel is not None
@@ -222,7 +222,7 @@ def _measure_medium(workload: GenerationWorkload, sample_set: SampleSet) -> dict
     if workload.medium.name == "video":
         directions = parse_attributes(names).get("direction", list(names))
         if directions and all(direction in DIRECTIONS for direction in directions):
-            estimated = [motion_direction(video) for video in sample_set.samples.astype(np.float32)]
+            estimated = [detect_motion_direction(video) for video in sample_set.samples.astype(np.float32)]
             hits = [name == directions[i] for name, i in zip(estimated, sample_set.labels, strict=True)]
             return {"motion_accuracy": float(np.mean(hits))}
     return {}
@@ -253,7 +253,7 @@ class JudgeModel:
             reason = f"the data has {'one class' if num_classes else 'no classes'}, and a judge needs two or more"
             notes.append(f"{reason}; conditional_accuracy and frechet_distance are left out")
             return None
-        judge_run = dependencies.dependency_run(workload.recipe, "judge", runs_folder=runs_folder)
+        judge_run = dependencies.find_dependency_run(workload.recipe, "judge", runs_folder=runs_folder)
         if not has_own_data and dependency.run is None and not is_exported(judge_run):
             notes.append("needs.judge is not trained yet, and its data is missing; conditional_accuracy is left out")
             return None

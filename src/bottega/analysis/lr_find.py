@@ -64,7 +64,7 @@ def find_learning_rate(
         folders = read_start_folders(directory.path)
     assert recipe is not None, "a recipe or a run"
     raise_all(find_problems(resolve_paths(recipe, folders)))
-    for name in dependencies.referenced_dependencies(recipe):
+    for name in dependencies.find_referenced_dependencies(recipe):
         ensure_dependency(recipe, name, quiet=quiet)
     is_main = World.from_environment().is_main
     console = Console(unit="samples", quiet=quiet or not is_main)

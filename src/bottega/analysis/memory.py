@@ -38,7 +38,7 @@ def plan_memory(words: list[str], *, quiet: bool = False) -> dict[str, Any]:
     sources, overrides = parse_overrides(words)
     recipe = load_recipe(sources, overrides).recipe
     raise_all(find_problems(recipe))
-    for name in dependencies.referenced_dependencies(recipe):
+    for name in dependencies.find_referenced_dependencies(recipe):
         ensure_dependency(recipe, name, quiet=quiet)
     console = Console(unit="samples", quiet=quiet)
     plan = build_training_plan(

@@ -14,7 +14,7 @@ from bottega.analysis.personalize_arms import TARGET_ARM
 from bottega.analysis.personalize_truth import ClipFieldClassifier, FieldPredictions, TruthFields, score_fields
 from bottega.core.errors import UsageError
 from bottega.tasks.metrics.clip_scores import cosine_similarity, similarity_to_history
-from bottega.tasks.metrics.ssim import WINDOW, ssim
+from bottega.tasks.metrics.ssim import WINDOW_SIZE, ssim
 from bottega.tasks.personalize.data.records import Record
 
 STICKER_PREFIX = "drawn_"
@@ -109,7 +109,7 @@ class ImageMetrics:
             raise UsageError(
                 f"generated images are {_format_size(images)}, targets {_format_size(targets)}; set data.image_size to one size"
             )
-        if min(images.shape[1:3]) >= WINDOW:
+        if min(images.shape[1:3]) >= WINDOW_SIZE:
             columns["ssim"] = ssim(images, targets).tolist()
         if self.perceptual is not None:
             values = compute_perceptual_distances(self.perceptual, images, targets, device=self.device)

@@ -81,11 +81,15 @@ def _check_data(recipe: Recipe, *, quiet: bool) -> list[str]:
     """
     untrained_dependencies = [
         f"needs.{name}"
-        for name in dependencies.referenced_dependencies(recipe)
-        if not is_exported(dependencies.dependency_run(recipe, name))
+        for name in dependencies.find_referenced_dependencies(recipe)
+        if not is_exported(dependencies.find_dependency_run(recipe, name))
     ]
     base = getattr(recipe.model, "from_", None)
-    if base is not None and not base.startswith(dependencies.PREFIX) and not os.path.isdir(os.path.expanduser(base)):
+    if (
+        base is not None
+        and not base.startswith(dependencies.REFERENCE_PREFIX)
+        and not os.path.isdir(os.path.expanduser(base))
+    ):
         return [f"model.from: {base} is not downloaded yet; what depends on it is checked when train downloads it"]
     if untrained_dependencies or isinstance(recipe, PersonalizeRecipe) or getattr(recipe.data, "latents", False):
         prepared = prepare_data(recipe, quiet=quiet)

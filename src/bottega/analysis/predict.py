@@ -42,7 +42,7 @@ def example_command(run: Path) -> str | None:
     recipe = load_saved_recipe(RunDirectory(run).must_exist().recipe)
     example_input = TASKS[recipe.task].example_input
     words = example_input(recipe, RunDirectory(run).processor) if example_input is not None else None
-    return f"bottega predict {run} {words}{plugins.quoted_plugin_flags()}" if words is not None else None
+    return f"bottega predict {run} {words}{plugins.quote_plugin_flags()}" if words is not None else None
 
 
 def format_predictions(rows: Sequence[dict[str, Any]]) -> str:

@@ -66,7 +66,7 @@ def verify_resume(words: list[str], *, steps: int, kills: int, verbose: bool) ->
 
 
 def _train_command(words: list[str]) -> list[str]:
-    return plugins.bottega_command(["train", *words, "--quiet"])
+    return plugins.build_bottega_command(["train", *words, "--quiet"])
 
 
 def _train_whole(words: list[str]) -> float:

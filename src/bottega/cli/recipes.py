@@ -42,10 +42,10 @@ def _plan(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
 
 
 def _list_recipes(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
-    from bottega.tasks.recipes import bundled_recipes
+    from bottega.tasks.recipes import list_bundled_recipes
 
     reject_extra_words(rest)
-    rows = [{"name": name, "task": task, "about": about} for name, task, about in bundled_recipes()]
+    rows = [{"name": name, "task": task, "about": about} for name, task, about in list_bundled_recipes()]
     if not arguments.json:
         for row in rows:
             print_result(f"{row['name']:<28}{row['about']}")
@@ -53,10 +53,10 @@ def _list_recipes(arguments: argparse.Namespace, rest: list[str]) -> dict[str, A
 
 
 def _print_schema(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
-    from bottega.tasks.recipes import json_schema
+    from bottega.tasks.recipes import build_json_schema
 
     reject_extra_words(rest)
-    schema = json_schema()
+    schema = build_json_schema()
     if not arguments.json:
         print_result(json.dumps(schema, indent=2))
     return schema
@@ -67,10 +67,10 @@ def _add_init_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _print_recipe(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
-    from bottega.tasks.recipes import commented_recipe
+    from bottega.tasks.recipes import render_recipe_template
 
     reject_extra_words(rest)
-    text = commented_recipe(arguments.task)
+    text = render_recipe_template(arguments.task)
     if not arguments.json:
         print_result(text, end="")
     return {"recipe": text}

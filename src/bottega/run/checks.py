@@ -293,7 +293,7 @@ def _find_file_problems(recipe: Recipe) -> list[BottegaError]:
         )
     base = getattr(recipe.model, "from_", None)
     run = RunDirectory(Path(recipe.output_dir) / recipe.run_name())
-    if base is not None and not base.startswith(dependencies.PREFIX) and not resume.has_begun(run):
+    if base is not None and not base.startswith(dependencies.REFERENCE_PREFIX) and not resume.has_begun(run):
         checks.append(lambda: _check_local_base(base))
     return _collect(*checks, *(_make_failing_check(UsageError(text)) for text in list_missing_teachers(recipe)))
 
@@ -333,10 +333,10 @@ def _iter_sources(block: Any) -> Iterator[Source]:
 def _find_dependency_problems(recipe: Recipe) -> list[BottegaError]:
     """Return the problems of the runs that this one depends on: a missing run, or a recipe that cannot be trained."""
     problems: list[BottegaError] = []
-    for name in dependencies.referenced_dependencies(recipe):
+    for name in dependencies.find_referenced_dependencies(recipe):
         need = recipe.needs.get(name)
         if need is not None and need.run is not None:
-            run = RunDirectory(dependencies.dependency_run(recipe, name))
+            run = RunDirectory(dependencies.find_dependency_run(recipe, name))
             problems += _collect(run.must_exist)
         elif need is not None:
             problems += _find_problems_of_dependency(recipe, name)
@@ -344,7 +344,7 @@ def _find_dependency_problems(recipe: Recipe) -> list[BottegaError]:
 
 
 def _find_problems_of_dependency(recipe: Recipe, name: str) -> list[BottegaError]:
-    dependency = dependencies.dependency_recipe(recipe, name)
+    dependency = dependencies.build_dependency_recipe(recipe, name)
     problems = [
         *find_unimplemented_options(dependency),
         *_find_machine_problems(dependency, 1),

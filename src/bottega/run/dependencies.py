@@ -80,7 +80,7 @@ def wait_for_dependency(run: Path, is_ready: Callable[[], bool], *, name: str, q
 def _find_last_modified(run: Path) -> float:
     """Return when a dependency, or one of its own dependencies, last wrote a file."""
     times = [0.0]
-    for path in [*run.glob("*"), *dependencies.dependencies_folder(run.parent).rglob("metrics.jsonl")]:
+    for path in [*run.glob("*"), *dependencies.get_dependencies_folder(run.parent).rglob("metrics.jsonl")]:
         try:
             times.append(path.stat().st_mtime)
         except OSError:  # a temporary file that was renamed meanwhile
@@ -111,7 +111,7 @@ def train_in_subprocess(recipe: Recipe, run: Path, *, name: str, quiet: bool, al
 
 def _run_outside_group(words: list[str], *, quiet: bool) -> int:
     """Run a command outside the group of ranks; return its exit code. Its output goes to stderr: stdout may be JSON."""
-    command, out = plugins.bottega_command(words), subprocess.DEVNULL if quiet else 2
+    command, out = plugins.build_bottega_command(words), subprocess.DEVNULL if quiet else 2
     with StopSignals() as stop, subprocess.Popen(command, env=get_standalone_environment(), stdout=out) as child:
         signalled_at: float | None = None
         while child.poll() is None:

@@ -88,7 +88,7 @@ class SavedRun:
     def evaluate_data(self, data: EvaluationData) -> tuple[dict[str, float], Rows, Source]:
         """Return the metrics over some data, the rows per example, and the examples."""
         try:
-            source = data.source(self.workload)
+            source = data.open_source(self.workload)
         except DataMissing as error:
             raise DataError(f"{error}, or evaluate other data with --data") from None
         size = self.recipe.evaluation.batch_size or self.recipe.training.batch_size
@@ -144,7 +144,7 @@ def open_run(path: Path, *, checkpoint: str | int = "best", device: str = "auto"
     directory = RunDirectory(path).must_exist()
     folder, manifest, progress, state = _read_checkpoint(directory, str(checkpoint), needs_best=needs_best)
     recipe = load_saved_recipe(directory.recipe)
-    if (plugin_note := plugins.plugin_change_note(recipe, directory.path)) is not None:
+    if (plugin_note := plugins.describe_plugin_change(recipe, directory.path)) is not None:
         print_notice(f"bottega: {plugin_note}")
     device_recipe = recipe if device == "auto" else recipe.model_copy(update={"device": device})
     workload = registry.reopen_workload(device_recipe, directory.processor, str(manifest.fingerprint.get("data")))

@@ -41,7 +41,7 @@ from bottega.run.compose import (
 )
 from bottega.storage.durable import delete_folder, writing_folder
 from bottega.tasks import dependencies, plugins
-from bottega.tasks.base_model import BASE_FOLDER, local_base_folder, relocate_base_model
+from bottega.tasks.base_model import BASE_FOLDER, find_local_base_folder, relocate_base_model
 from bottega.tasks.data_paths import START_FOLDER, START_FOLDER_FROM_RUN
 from bottega.tasks.workload import Workload
 from bottega.techniques.training_plan import TrainingPlan
@@ -102,7 +102,7 @@ class Session:
             processor = RunDirectory(resume.resolve_checkpoint_path(self.resume_from).parent.parent).processor
         self.workload = workload = prepare_workload(self._resolved_recipe, console, processor=processor)
         console.unit, console.headline = workload.unit, workload.headline
-        if has_begun and (plugin_note := plugins.plugin_change_note(recipe, directory.path)) is not None:
+        if has_begun and (plugin_note := plugins.describe_plugin_change(recipe, directory.path)) is not None:
             console.warn(plugin_note)
         engine: Engine | None = None
         try:
@@ -240,12 +240,14 @@ class Session:
         directory.truncate_metrics(progress)
         directory.write(directory.recipe, to_yaml(self.recipe))
         metadata = environment.describe_environment(str(engine.device), engine.world_size)
-        if (base_folder := local_base_folder(self._resolved_recipe)) is not None:
+        if (base_folder := find_local_base_folder(self._resolved_recipe)) is not None:
             metadata[BASE_FOLDER] = base_folder
         if (
-            plugin_fields := plugins.plugin_record(self.recipe, directory.path, has_begun=resume.has_begun(directory))
+            plugin_fields := plugins.build_plugin_record(
+                self.recipe, directory.path, has_begun=resume.has_begun(directory)
+            )
         ) is not None:
-            metadata[plugins.RECORD] = plugin_fields
+            metadata[plugins.RECORD_KEY] = plugin_fields
         metadata |= {START_FOLDER: os.getcwd(), START_FOLDER_FROM_RUN: os.path.relpath(os.getcwd(), directory.path)}
         directory.write(directory.environment, json.dumps(metadata, indent=1) + "\n")
         directory.checkpoints.mkdir(exist_ok=True)
@@ -317,7 +319,7 @@ class Session:
         verbs = [f"generate {path}{example}"] if (example := self.workload.sampler.example_flags()) is not None else []
         verbs += [f"evaluate {path}{'' if is_held_out else ' --data PATH'}", f"export {path}"]
         for number, verb in enumerate(verbs):
-            console.info(f"{'next:' if not number else '':<7}bottega {verb}{plugins.quoted_plugin_flags()}")
+            console.info(f"{'next:' if not number else '':<7}bottega {verb}{plugins.quote_plugin_flags()}")
 
 
 class _LastMetrics(Callback):

@@ -22,7 +22,12 @@ from bottega.run.prepare import prepare_recipe
 from bottega.run.session import Run, Session
 from bottega.storage.durable import remove_leftovers, rename_aside
 from bottega.tasks.data_paths import resolve_paths
-from bottega.tasks.dependencies import PREFIX, dependency_recipe, dependency_run, referenced_dependencies
+from bottega.tasks.dependencies import (
+    REFERENCE_PREFIX,
+    build_dependency_recipe,
+    find_dependency_run,
+    find_referenced_dependencies,
+)
 from bottega.tasks.registry import find_spec
 from bottega.terminal import open_console, print_notice
 from bottega.world import World
@@ -98,7 +103,7 @@ def _train_rank(
 ) -> Run:
     recipe = resolved.recipe
     raise_all(find_problems(recipe))  # before waiting for other processes or training a dependency
-    dependencies = referenced_dependencies(recipe)
+    dependencies = find_referenced_dependencies(recipe)
     directory = RunDirectory(Path(recipe.output_dir) / recipe.run_name())
     is_main = World.from_environment().is_main
 
@@ -179,11 +184,11 @@ def ensure_dependency(
     A dependency is identified by its recipe and its data: a judge must not have been trained on samples that are now held out.
     `started_in` are folders that relative data paths of the recipe may start from, besides the working directory.
     """
-    run, need = dependency_run(recipe, name, runs_folder=runs_folder), recipe.needs[name]
+    run, need = find_dependency_run(recipe, name, runs_folder=runs_folder), recipe.needs[name]
     if need.run is not None:
         RunDirectory(run).must_exist()
         return run
-    dependency = dependency_recipe(recipe, name).model_copy(update={"output_dir": str(run.parent)})
+    dependency = build_dependency_recipe(recipe, name).model_copy(update={"output_dir": str(run.parent)})
     resolved_data = resolve_paths(dependency.data, started_in)
     if resolved_data != dependency.data:  # the name stays that of the original recipe
         dependency = dependency.model_copy(update={"data": resolved_data, "name": run.name})
@@ -274,7 +279,7 @@ def prepare_data(recipe: Recipe, *, quiet: bool) -> PreparedData | None:
     """
     from bottega.callbacks.progress_bars import progress_bars
 
-    if str(getattr(recipe.model, "from_", None)).startswith(PREFIX):
+    if str(getattr(recipe.model, "from_", None)).startswith(REFERENCE_PREFIX):
         return None
     if getattr(recipe.data, "latents", False):  # an autoencoder computes them
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"latents": False})})

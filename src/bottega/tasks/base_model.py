@@ -55,15 +55,15 @@ def _exports_adapter_only(run: Path) -> bool:
 def find_base_folder(recipe: Recipe, *, processor: Path | None = None) -> Path | None:
     """Return the folder of the weights that the model is built on, or None if it needs none.
 
-    `processor` is the processor folder of a finished run. Such a run has weights of its own and its base may be gone, unless
-    it saved injected layers only: then its base is needed, which may have moved beside the run.
+    `processor` is the processor folder of a finished run. Such a run has all its weights and needs
+    no base, unless it saved injected layers only; its base may then have moved beside the run.
     """
     name: str | None = recipe.model.from_  # type: ignore[attr-defined]
     if name is None or (processor is not None and find_injection(recipe) is None):
         return None
     if processor is None:
-        return resolve_base_folder(dependencies.resolve_reference(recipe, name), is_local=_is_of_runs(recipe, name))
-    return _relocate(recipe, name, processor)[1]
+        return resolve_base_folder(dependencies.resolve_reference(recipe, name), is_local=_refers_to_run(recipe, name))
+    return _locate_base_model(recipe, name, processor)[1]
 
 
 def relocate_base_model(recipe: Recipe, processor: Path) -> Recipe:
@@ -71,22 +71,22 @@ def relocate_base_model(recipe: Recipe, processor: Path) -> Recipe:
     name: str | None = getattr(recipe.model, "from_", None)
     if name is None:
         return recipe
-    path, _ = _relocate(recipe, name, processor)
+    path, _ = _locate_base_model(recipe, name, processor)
     return recipe.model_copy(update={"model": recipe.model.model_copy(update={"from_": path})})
 
 
-def local_base_folder(recipe: Recipe) -> str | None:
+def find_local_base_folder(recipe: Recipe) -> str | None:
     """Return the absolute local folder that the model starts from; None for a hub name."""
     name: str | None = getattr(recipe.model, "from_", None)
     folder = Path(name).expanduser() if name is not None else None
     return str(folder.absolute()) if folder is not None and folder.is_dir() else None
 
 
-def _relocate(recipe: Recipe, name: str, processor: Path) -> tuple[str, Path]:
+def _locate_base_model(recipe: Recipe, name: str, processor: Path) -> tuple[str, Path]:
     """Return (reference, folder) of a run's base model: at its path, beside the run, or at its recorded path."""
     runs = processor.absolute().parent.parent
     recorded = _read_recorded_folder(processor)
-    is_local = recorded is not None or _is_of_runs(recipe, name)
+    is_local = recorded is not None or _refers_to_run(recipe, name)
     candidates = [
         dependencies.resolve_reference(recipe, name),
         dependencies.resolve_reference(recipe, name, runs_folder=runs),
@@ -106,9 +106,11 @@ def _relocate(recipe: Recipe, name: str, processor: Path) -> tuple[str, Path]:
     )
 
 
-def _is_of_runs(recipe: Recipe, name: str) -> bool:
+def _refers_to_run(recipe: Recipe, name: str) -> bool:
     """Return whether a name refers to one of this recipe's runs, such as runs/base, rather than to owner/model of a hub."""
-    return name.startswith(dependencies.PREFIX) or ("/" in name and Path(name).parent == Path(recipe.output_dir))
+    return name.startswith(dependencies.REFERENCE_PREFIX) or (
+        "/" in name and Path(name).parent == Path(recipe.output_dir)
+    )
 
 
 def _read_recorded_folder(processor: Path) -> str | None:
@@ -124,14 +126,16 @@ def resolve_tokenizer_spec(recipe: LanguageRecipe | ClassifyRecipe, *, processor
 
     `processor` is the processor folder of a finished run, which holds a copy of a pretrained tokenizer.
     """
-    chosen = recipe.data.tokenizer
-    if processor is not None and (recipe.model.from_ is not None or chosen.kind == "pretrained"):
+    tokenizer = recipe.data.tokenizer
+    if processor is not None and (recipe.model.from_ is not None or tokenizer.kind == "pretrained"):
         return TokenizerSpec(kind="pretrained", path=str(processor))
-    if recipe.model.from_ is not None and chosen.kind != "pretrained":
+    if recipe.model.from_ is not None and tokenizer.kind != "pretrained":
         # Pretrained weights fit one vocabulary only; a parent recipe may name another.
         return TokenizerSpec(kind="pretrained", path=str(find_base_folder(recipe)))
-    options = {key: getattr(chosen, key, None) for key in ("vocab_size", "min_frequency")}
-    if chosen.kind == "words" and chosen.vocab_size is None:
+    options = {key: getattr(tokenizer, key, None) for key in ("vocab_size", "min_frequency")}
+    if tokenizer.kind == "words" and tokenizer.vocab_size is None:
         # Words beyond the rows of the embedding would have no vector.
         options["vocab_size"] = recipe.model.vocab_size
-    return TokenizerSpec(kind=chosen.kind, path=chosen.path, **{k: v for k, v in options.items() if v is not None})
+    return TokenizerSpec(
+        kind=tokenizer.kind, path=tokenizer.path, **{k: v for k, v in options.items() if v is not None}
+    )

@@ -24,9 +24,9 @@ class DataMissing(DataError):
     """A run's own data was removed, or has changed since training."""
 
 
-def read_start_folders(start: Path) -> tuple[Path, ...]:
+def read_start_folders(path: Path) -> tuple[Path, ...]:
     """Return the folders in which a run may have been started, most likely first; `start` lies inside its run directory."""
-    run = next((folder for folder in (start, *start.parents) if (folder / "environment.json").is_file()), None)
+    run = next((folder for folder in (path, *path.parents) if (folder / "environment.json").is_file()), None)
     if run is None:
         return ()
     try:
@@ -37,10 +37,10 @@ def read_start_folders(start: Path) -> tuple[Path, ...]:
     return tuple(dict.fromkeys((run.absolute() / name).resolve() for name in names if isinstance(name, str)))
 
 
-def resolve_paths(block: S, folders: tuple[Path, ...]) -> S:
-    """Return a recipe section with relative paths made absolute; values that are not existing files are unchanged."""
-    changes = {name: _resolve_value(name, getattr(block, name), folders) for name in type(block).model_fields}
-    return block.model_copy(update=changes)
+def resolve_paths(section: S, folders: tuple[Path, ...]) -> S:
+    """Return a recipe section with relative paths made absolute; a path that exists in none of `folders` is unchanged."""
+    changes = {name: _resolve_value(name, getattr(section, name), folders) for name in type(section).model_fields}
+    return section.model_copy(update=changes)
 
 
 def _resolve_value(name: str, value: object, folders: tuple[Path, ...]) -> object:

@@ -16,7 +16,7 @@ from bottega.core.rundir import is_run
 from bottega.models.folders.resolve import CONFIG, FINAL, ModelFolder, resolve_export, resolve_model
 from bottega.tasks.recipes import check_recipe, load_recipe
 
-PREFIX = "needs."
+REFERENCE_PREFIX = "needs."
 DEPENDENCIES_FOLDER = "parts"
 # Data keys that a dependency does not inherit: how samples are changed, ordered and loaded.
 OWN_DATA_KEYS = (
@@ -31,12 +31,12 @@ OWN_DATA_KEYS = (
     "pin_memory",
     "latents",
 )
-# Keys inherited also where they are null: a dependency with its own split or limit would train on held-out samples.
+# Keys that are inherited even if they are null: a dependency with its own split or limit would train on held-out samples.
 INHERITED_NULLS = ("split", "limit")
 RESERVED_KEYS = ("name", "output_dir")
 
 
-def dependency_recipe(recipe: Recipe, name: str) -> Recipe:
+def build_dependency_recipe(recipe: Recipe, name: str) -> Recipe:
     """Return the complete recipe of one dependency that is trained: its own settings over this recipe's data.
 
     Defaults are inherited as well: the recipe.yaml of a run states all of them, and must give the same dependency.
@@ -48,7 +48,7 @@ def dependency_recipe(recipe: Recipe, name: str) -> Recipe:
         if key in own_settings:
             raise UsageError(f"needs.{name}.settings: {key} cannot be set: it is derived from the settings; remove it")
     settings: dict[str, Any] = {
-        "output_dir": str(dependencies_folder(Path(recipe.output_dir))),
+        "output_dir": str(get_dependencies_folder(Path(recipe.output_dir))),
         "device": recipe.device,
     }
     try:
@@ -65,46 +65,46 @@ def dependency_recipe(recipe: Recipe, name: str) -> Recipe:
         raise UsageError(f"needs.{name}: {error}") from None
 
 
-def dependencies_folder(runs: Path) -> Path:
+def get_dependencies_folder(runs: Path) -> Path:
     """Return the folder of the dependencies of the runs in `runs`; dependencies of dependencies share it."""
     return runs if runs.name == DEPENDENCIES_FOLDER else runs / DEPENDENCIES_FOLDER
 
 
-def referenced_dependencies(recipe: Recipe) -> list[str]:
+def find_referenced_dependencies(recipe: Recipe) -> list[str]:
     """Return the names of dependencies that the model or a technique refers to: they are trained first."""
-    values = [value for block in (recipe.model, *recipe.techniques) for value in _strings(block)]
-    return sorted({value.removeprefix(PREFIX) for value in values if value.startswith(PREFIX)})
+    values = [value for section in (recipe.model, *recipe.techniques) for value in _iterate_strings(section)]
+    return sorted({value.removeprefix(REFERENCE_PREFIX) for value in values if value.startswith(REFERENCE_PREFIX)})
 
 
 def check_dependencies(recipe: Recipe, chain: tuple[str, ...] = ()) -> None:
     """Raise UsageError if a dependency cannot be resolved or dependencies form a cycle, before any is trained."""
-    chain, built_on = chain or (recipe.run_name(),), referenced_dependencies(recipe)
-    for name in sorted({*recipe.needs, *built_on}):
+    chain, referenced = chain or (recipe.run_name(),), find_referenced_dependencies(recipe)
+    for name in sorted({*recipe.needs, *referenced}):
         if _get_dependency(recipe, name).recipe is None:
             continue
-        dependency = dependency_recipe(recipe, name)
-        if name in built_on:
-            longer = (*chain, dependency.run_name())
-            if longer[-1] in chain:
-                raise UsageError(f"needs.{name}: the dependencies form a cycle: {' -> '.join(longer)}")
-            check_dependencies(dependency, longer)
+        dependency = build_dependency_recipe(recipe, name)
+        if name in referenced:
+            extended_chain = (*chain, dependency.run_name())
+            if extended_chain[-1] in chain:
+                raise UsageError(f"needs.{name}: the dependencies form a cycle: {' -> '.join(extended_chain)}")
+            check_dependencies(dependency, extended_chain)
 
 
-def dependency_run(recipe: Recipe, name: str, *, runs_folder: Path | None = None) -> Path:
+def find_dependency_run(recipe: Recipe, name: str, *, runs_folder: Path | None = None) -> Path:
     """Return the run directory of a dependency; `runs_folder` holds this run, if it has moved."""
     need = _get_dependency(recipe, name)
     if need.run is not None:
         return Path(need.run).expanduser()
-    dependency = dependency_recipe(recipe, name)
-    runs = Path(dependency.output_dir) if runs_folder is None else dependencies_folder(runs_folder)
+    dependency = build_dependency_recipe(recipe, name)
+    runs = Path(dependency.output_dir) if runs_folder is None else get_dependencies_folder(runs_folder)
     return runs / dependency.run_name()
 
 
 def resolve_reference(recipe: Recipe, value: str, *, runs_folder: Path | None = None) -> str:
     """Return the run directory of a `needs.NAME` value; other values unchanged."""
     return (
-        str(dependency_run(recipe, value.removeprefix(PREFIX), runs_folder=runs_folder))
-        if value.startswith(PREFIX)
+        str(find_dependency_run(recipe, value.removeprefix(REFERENCE_PREFIX), runs_folder=runs_folder))
+        if value.startswith(REFERENCE_PREFIX)
         else value
     )
 
@@ -120,9 +120,9 @@ def resolve_model_reference(
     **options: Any,
 ) -> ModelFolder:
     """Return the model folder that a recipe names: the export of a dependency, or what `find` returns for the name."""
-    if not name.startswith(PREFIX):
+    if not name.startswith(REFERENCE_PREFIX):
         return find(name, key=key, required_file=required_file, **options)
-    run = dependency_run(recipe, name.removeprefix(PREFIX), runs_folder=runs_folder)
+    run = find_dependency_run(recipe, name.removeprefix(REFERENCE_PREFIX), runs_folder=runs_folder)
     if not is_run(run) and not (run / FINAL / (required_file or CONFIG)).is_file():
         raise untrained_error(recipe, key, name, run)
     return resolve_export(run, key=key, required_file=required_file, origin="part")
@@ -130,7 +130,7 @@ def resolve_model_reference(
 
 def resolve_references(recipe: Recipe) -> Recipe:
     """Return the recipe with each `needs.NAME` replaced by the run directory of that dependency."""
-    if not referenced_dependencies(recipe):
+    if not find_referenced_dependencies(recipe):
         return recipe
     techniques = tuple(_replace_references(recipe, technique) for technique in recipe.techniques)
     return recipe.model_copy(update={"model": _replace_references(recipe, recipe.model), "techniques": techniques})
@@ -140,8 +140,8 @@ def untrained_error(recipe: Recipe, key: str, value: str, run: Path) -> UsageErr
     """Return the error for a dependency that has not been trained yet."""
     # For a recipe file, `origin` is its name without the path, which is not enough for a command.
     is_bundled = recipe.origin in bundled_recipes.list_recipe_names()
-    same = f"{recipe.origin}, with the same settings" if is_bundled else "with the same recipe and settings"
-    return UsageError(f"{key}: {value} is not trained yet ({run}); bottega train {same} trains it first")
+    arguments = f"{recipe.origin}, with the same settings" if is_bundled else "with the same recipe and settings"
+    return UsageError(f"{key}: {value} is not trained yet ({run}); bottega train {arguments} trains it first")
 
 
 def _get_dependency(recipe: Recipe, name: str) -> Dependency:
@@ -152,21 +152,21 @@ def _get_dependency(recipe: Recipe, name: str) -> Dependency:
     return need
 
 
-def _strings(block: Section) -> Iterator[str]:
-    for field in type(block).model_fields:
-        value = getattr(block, field)
+def _iterate_strings(section: Section) -> Iterator[str]:
+    for field in type(section).model_fields:
+        value = getattr(section, field)
         if isinstance(value, Section):
-            yield from _strings(value)
+            yield from _iterate_strings(value)
         elif isinstance(value, str):
             yield value
 
 
-def _replace_references(recipe: Recipe, block: Section) -> Section:
+def _replace_references(recipe: Recipe, section: Section) -> Section:
     changes: dict[str, Any] = {}
-    for field in type(block).model_fields:
-        value = getattr(block, field)
+    for field in type(section).model_fields:
+        value = getattr(section, field)
         if isinstance(value, Section):
             changes[field] = _replace_references(recipe, value)
         elif isinstance(value, str):
             changes[field] = resolve_reference(recipe, value)
-    return block.model_copy(update=changes)
+    return section.model_copy(update=changes)

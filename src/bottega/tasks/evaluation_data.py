@@ -24,9 +24,9 @@ from bottega.tasks.task_data import TaskData
 from bottega.tasks.workload import Workload
 
 SPLITS = ("validation", "test", "train")
-READING = ("label_field", "label_separator", "condition_field")
+ROW_KEYS = ("label_field", "label_separator", "condition_field")
 """Keys of a data section, beside those of its source, that decide how a row is read."""
-INHERITED = ("field", "label", "columns", "delimiter", "pattern")
+INHERITED_KEYS = ("field", "label", "columns", "delimiter", "pattern")
 """Keys that a held-out source inherits from the training source."""
 
 
@@ -63,7 +63,7 @@ class EvaluationData:
         """The path of external data; None for the run's own."""
         return self.external.path if self.external is not None else None
 
-    def source(self, workload: Workload) -> Source:
+    def open_source(self, workload: Workload) -> Source:
         """Return the samples."""
         if self.external is not None:
             return workload.data.read_external(self.external)
@@ -75,13 +75,13 @@ class EvaluationData:
 
 
 def choose_data(workload: Workload, recipe: Recipe, request: DataRequest) -> EvaluationData:
-    """Return the samples that `request` selects. For training data of the run, its held-out split is used instead."""
+    """Return the samples that `request` selects. If it names training data of the run, the held-out split is used instead."""
     if request.split is not None and request.split not in SPLITS:
         raise UsageError(f"--split {request.split}: expected one of {', '.join(SPLITS)}")
     if request.uses_own_data:
         if request.settings:
             raise UsageError(
-                f"{request.settings[0][0]}: applies to other data only; give that data with --data, or remove it"
+                f"{request.settings[0][0]} applies to other data only; give that data with --data, or remove it"
             )
         return EvaluationData(request.split or "validation")
     external, split = _open_request(recipe, request)
@@ -89,15 +89,15 @@ def choose_data(workload: Workload, recipe: Recipe, request: DataRequest) -> Eva
     if isinstance(data, MultitaskData):
         if request.path is None:
             raise UsageError(
-                f"--data_config {request.config}: does not apply to several tasks; use --data PART=PATH for the data "
+                f"--data_config {request.config} does not apply to a run with several tasks; use --data PART=PATH for the data "
                 "of one part"
             )
         name, path = data.parse_part_path(external.path)
-        inner = replace(external, source=external.source.model_copy(update={"path": path}))
-        shared, notes = _shared_files(inner, data.parts[name].data)
+        part_data = replace(external, source=external.source.model_copy(update={"path": path}))
+        shared, notes = _find_shared_files(part_data, data.parts[name].data)
     else:
-        external, split = _select_split(external, split, explicit=request.split)
-        shared, notes = _shared_files(external, data)
+        external, split = _select_split(external, split, requested_split=request.split)
+        shared, notes = _find_shared_files(external, data)
     if not shared:
         return EvaluationData(split, external, notes)
     return _use_held_out(workload, external, shared, request.split or split or "validation")
@@ -124,11 +124,11 @@ def _use_held_out(workload: Workload, external: ExternalData, shared: str, split
 def _open_request(recipe: Recipe, request: DataRequest) -> tuple[ExternalData, str | None]:
     """Return the external data of a request, and which split of it."""
     if request.config is None and not request.settings:
-        return ExternalData(_source({"path": request.path})), None
-    data = _section(recipe, request)
-    fields = {key: getattr(data, key) for key in READING if key in data.model_fields_set}
+        return ExternalData(_build_source({"path": request.path})), None
+    data = _read_data_section(recipe, request)
+    fields = {key: getattr(data, key) for key in ROW_KEYS if key in data.model_fields_set}
     if request.path is not None:
-        return ExternalData(_source({**_explicit_options(data.train), "path": request.path}), fields=fields), None
+        return ExternalData(_build_source({**_explicit_options(data.train), "path": request.path}), fields=fields), None
     names = [request.split] if request.split not in (None, "train") else ["test", "validation"]
     for name in names if request.split != "train" else ():
         held_out = getattr(data, str(name), None) if name in data.model_fields_set else None
@@ -139,14 +139,14 @@ def _open_request(recipe: Recipe, request: DataRequest) -> tuple[ExternalData, s
     return ExternalData(data.train, fields=fields), None
 
 
-def _section(recipe: Recipe, request: DataRequest) -> Data:
+def _read_data_section(recipe: Recipe, request: DataRequest) -> Data:
     """Return the data section of a recipe file and settings, checked with the schema of the run's own."""
     base: dict[str, Any] = {"task": recipe.task}
     if hasattr(recipe.data, "input"):
         base["data"] = {"input": recipe.data.input}
-    other = [key for key, _, _ in request.settings if not _is_data_key(key)]
-    if other:
-        raise UsageError(f"{other[0]}: only keys of the data section are accepted here, such as data.train.field")
+    other_keys = [key for key, _, _ in request.settings if not _is_data_key(key)]
+    if other_keys:
+        raise UsageError(f"{other_keys[0]}: only keys of the data section are accepted here, such as data.train.field")
     files = [request.config] if request.config is not None else []
     return check_recipe([base, *files], request.settings, check_conflicts=False).recipe.data
 
@@ -154,7 +154,7 @@ def _section(recipe: Recipe, request: DataRequest) -> Data:
 def _is_data_key(key: str) -> bool:
     from bottega.config.aliases import resolve_alias
 
-    return all(spelled.startswith("data.") for spelled in resolve_alias(key, 0))
+    return all(full_key.startswith("data.") for full_key in resolve_alias(key, 0))
 
 
 def _open_held_out(data: Data, part: HeldOut, name: str) -> ExternalData:
@@ -162,38 +162,38 @@ def _open_held_out(data: Data, part: HeldOut, name: str) -> ExternalData:
         return ExternalData(data.train, table=name, held_out=part, split=data.split)
     options = {key: getattr(part, key) for key in part.model_fields_set}
     if part.path is None and part.kind == "auto":  # another split of the training source
-        return ExternalData(_source({**_explicit_options(data.train), **options}))
-    inherited = {k: v for k, v in _explicit_options(data.train).items() if k in INHERITED}
-    return ExternalData(_source({**inherited, **options}))
+        return ExternalData(_build_source({**_explicit_options(data.train), **options}))
+    inherited = {k: v for k, v in _explicit_options(data.train).items() if k in INHERITED_KEYS}
+    return ExternalData(_build_source({**inherited, **options}))
 
 
 def _explicit_options(source: SourceOptions) -> dict[str, Any]:
     return {key: getattr(source, key) for key in source.model_fields_set}
 
 
-def _source(values: Mapping[str, Any]) -> SourceOptions:
+def _build_source(values: Mapping[str, Any]) -> SourceOptions:
     return SourceOptions(**values)
 
 
 def _select_split(
-    external: ExternalData, split: str | None, *, explicit: str | None
+    external: ExternalData, split: str | None, *, requested_split: str | None
 ) -> tuple[ExternalData, str | None]:
-    """Return the requested split of a folder that holds train and test, or prepared tables."""
+    """Return the data and its split: that requested, if `external` is a folder with several splits or prepared tables."""
     source = external.source
     if source.path is None or "://" in source.path or source.kind not in ("auto", "shards"):
         return external, split
     folder = Path(source.path).expanduser()
     if is_prepared(folder):
         tables = open_prepared(folder, task=_read_task_name(folder)).tables
-        names = [explicit] if explicit is not None else ["validation", "test"]
+        names = [requested_split] if requested_split is not None else ["validation", "test"]
         table = next((name for name in names if name in tables), "train")
         return replace(external, table=table), table
-    if explicit is None or source.split is not None or not folder.is_dir():
+    if requested_split is None or source.split is not None or not folder.is_dir():
         return external, split
     files = find_files(source)
-    if files.split_name is None or normalize_split_name(explicit) not in (files.split_name, *files.other_splits):
+    if files.split_name is None or normalize_split_name(requested_split) not in (files.split_name, *files.other_splits):
         return external, split
-    return replace(external, source=source.model_copy(update={"split": explicit})), explicit
+    return replace(external, source=source.model_copy(update={"split": requested_split})), requested_split
 
 
 def _read_task_name(folder: Path) -> str:
@@ -202,7 +202,7 @@ def _read_task_name(folder: Path) -> str:
     return str(json.loads((folder / "meta.json").read_bytes())["task"])
 
 
-def _shared_files(external: ExternalData, own_data: TaskData) -> tuple[str | None, list[str]]:
+def _find_shared_files(external: ExternalData, own_data: TaskData) -> tuple[str | None, list[str]]:
     """Return "all" if `external` is the training data of the run, else the first shared file or None; with notes."""
     if not isinstance(own_data, TableData):
         return None, []
@@ -213,20 +213,20 @@ def _shared_files(external: ExternalData, own_data: TaskData) -> tuple[str | Non
     ):
         return "all", []
     data = own_data.located_recipe().data
-    own = [*(data.sources or (data.train,)), *([data.replay] if data.replay is not None else [])]
+    own_sources = [*(data.sources or (data.train,)), *([data.replay] if data.replay is not None else [])]
     merged = external.replace_in(data).train
     if merged.kind in ("embedded", "synthetic"):
-        return ("all" if merged.kind in [source.kind for source in own] else None), []
+        return ("all" if merged.kind in [source.kind for source in own_sources] else None), []
     try:
-        trained = {content for source in own for content in _hash_contents(source).values()}
+        training_hashes = {content for source in own_sources for content in _hash_contents(source).values()}
     except (DataError, UsageError, OSError):
         reason = f"{own_data.describe_source()} no longer exists"
         return None, [f"cannot check whether {external.path} is training data of this run: {reason}"]
     contents = _hash_contents(merged)
-    shared = [name for name, content in contents.items() if content in trained]
+    shared = [name for name, content in contents.items() if content in training_hashes]
     if not shared:
         return None, []
-    return ("all" if len(shared) == len(contents) == len(trained) else shared[0]), []
+    return ("all" if len(shared) == len(contents) == len(training_hashes) else shared[0]), []
 
 
 def _hash_contents(source: SourceOptions) -> dict[str, str]:

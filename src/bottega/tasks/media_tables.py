@@ -30,7 +30,7 @@ def prepare_quietly(recipe: Any) -> PreparedData:
     return prepare_media(recipe, progress=lambda stage, done, total: None)
 
 
-def mel_samples(rows: Any, mel: MelProcessor | None) -> Source:
+def to_mel_samples(rows: Any, mel: MelProcessor | None) -> Source:
     """Return rows with audio as mel spectrograms; rows of other media as they are."""
     return rows if mel is None else MelRows(rows, mel)
 
@@ -52,37 +52,37 @@ class MediaTables:
     to_samples: Callable[[Any], Source] | None = None
     """Function from rows to samples; by default audio becomes spectrograms."""
     check_rows: Callable[[Any, str], None] = lambda rows, where: None
-    """Raises DataError where rows do not fit the run; called with the rows and the path or table that they are from."""
+    """Raises DataError if rows do not fit the run; called with the rows and the path or table that they are from."""
 
     def read(self, prepared: PreparedData, name: str, *, is_training: bool) -> Source:
         """Return one of the run's own tables as samples."""
-        return self.samples(self.rows(prepared, name, is_training=is_training))
+        return self.convert_rows(self.read_rows(prepared, name, is_training=is_training))
 
-    def samples(self, rows: Any) -> Source:
+    def convert_rows(self, rows: Any) -> Source:
         """Return rows as samples."""
-        return mel_samples(rows, self.mel) if self.to_samples is None else self.to_samples(rows)
+        return to_mel_samples(rows, self.mel) if self.to_samples is None else self.to_samples(rows)
 
-    def rows(self, prepared: PreparedData, name: str, *, is_training: bool = False) -> Any:
+    def read_rows(self, prepared: PreparedData, name: str, *, is_training: bool = False) -> Any:
         """Return the rows of one of the run's own tables."""
-        return self._read_rows(self.recipe, prepared, name, self.classes, is_training=is_training)
+        return self._open_rows(self.recipe, prepared, name, self.classes, is_training=is_training)
 
     def read_external(self, external: ExternalData) -> Source:
         """Return other data as samples, with the sizes and classes of this run's own."""
-        return self.samples(self.external_rows(external))
+        return self.convert_rows(self.read_external_rows(external))
 
-    def external_rows(self, external: ExternalData) -> Any:
+    def read_external_rows(self, external: ExternalData) -> Any:
         """Return the rows of other data, with the sizes and classes of this run's own."""
         counts = {name: None for name in ("num_labels", "num_classes") if hasattr(self.recipe.model, name)}
         changes = {
             "model": self.recipe.model.model_copy(update=counts),
-            "data": external.replace_in(self.recipe.data).model_copy(update=self.form()),
+            "data": external.replace_in(self.recipe.data).model_copy(update=self.get_data_options()),
         }
         recipe = self.recipe.model_copy(update=changes)
-        return self._read_rows(recipe, prepare_quietly(recipe), external.table, self.classes, is_training=False)
+        return self._open_rows(recipe, prepare_quietly(recipe), external.table, self.classes, is_training=False)
 
-    def unlabelled_rows(self, external: ExternalData) -> Any:
+    def read_unlabelled_rows(self, external: ExternalData) -> Any:
         """Return the rows of other data whatever their labels; a bad record is an error."""
-        form = {**self.form(), "condition_field": None, "bad_records": "stop"}
+        form = {**self.get_data_options(), "condition_field": None, "bad_records": "stop"}
         section = external.replace_in(self.recipe.data)
         # The field of the training labels need not be there.
         train = section.train.model_copy(update={"label": None, "labels": None, "pattern": None})
@@ -90,17 +90,17 @@ class MediaTables:
             train = train.model_copy(update={"field": None})
         data = section.model_copy(update={**form, "train": train})
         recipe = self.recipe.model_copy(update={"model": Model(), "data": data})
-        return self._read_rows(recipe, prepare_quietly(recipe), external.table, Classes(()), is_training=False)
+        return self._open_rows(recipe, prepare_quietly(recipe), external.table, Classes(()), is_training=False)
 
-    def form(self) -> dict[str, Any]:
-        """Return the sizes and rates that a recipe may leave to its data, as the run found them."""
+    def get_data_options(self) -> dict[str, Any]:
+        """Return the keys of the data section that a recipe may leave to the data, with the values of this run."""
         if self.mel is not None:
             return {"sample_rate": self.mel.mel.sample_rate}
         height, width, channels = self.frame
         # A recipe has one number for both sides; other data must have unequal sides already, which `_read_rows` checks.
         return {"channels": channels, "image_size": height if height == width else None}
 
-    def _read_rows(self, recipe: Any, prepared: PreparedData, name: str, classes: Classes, *, is_training: bool) -> Any:
+    def _open_rows(self, recipe: Any, prepared: PreparedData, name: str, classes: Classes, *, is_training: bool) -> Any:
         recipe = recipe if self.mel is None else with_processor_length(recipe, self.mel)
         rows: Any = open_media_source(recipe, prepared, name, is_training=is_training, classes=classes)
         where = recipe.data.train.path or name
@@ -110,13 +110,13 @@ class MediaTables:
                 # A model over patches would silently take the pixels of 16 x 8 for those of 8 x 16.
                 actual, expected = (" x ".join(map(str, sides)) for sides in (frame, self.frame))
                 raise DataError(
-                    f"{where} is of {actual}, but this run was trained on {expected} "
+                    f"{where} has samples of {actual}, but this run was trained on {expected} "
                     "(height, width, channels); resize the data to that"
                 )
         self.check_rows(rows, where)
         return rows
 
-    def notes(self, prepared: PreparedData) -> list[str]:
+    def collect_notes(self, prepared: PreparedData) -> list[str]:
         """Return notes on the training data: clipped spectrograms, clips that are too short."""
         return [*(self.mel.notes() if self.mel is not None else []), *self._note_short_clips(prepared)]
 
@@ -126,10 +126,10 @@ class MediaTables:
             return []
         data = self.recipe.data
         lengths = np.concatenate([table.lengths("video") for table in tables])
-        short = int((lengths <= (data.num_frames - 1) * data.stride).sum())
+        num_short = int((lengths <= (data.num_frames - 1) * data.stride).sum())
         strides = f" at a stride of {data.stride}" if data.stride > 1 else ""
         reason = f"are shorter than data.num_frames {data.num_frames}{strides} and repeat their last frame"
-        return [f"{short:,} of {len(lengths):,} clips {reason}"] if short else []
+        return [f"{num_short:,} of {len(lengths):,} clips {reason}"] if num_short else []
 
 
 @final
@@ -167,16 +167,18 @@ def _has_mel(folder: Path, mel: MelProcessor) -> bool:
         previous = MelProcessor.load(folder)
     except CheckpointError:
         return False
-    # Another CPU may add up in another order; the saved numbers have four digits.
-    close = np.allclose((previous.scale.mean, previous.scale.std), (mel.scale.mean, mel.scale.std), rtol=0, atol=1e-3)
-    if previous.model_copy(update={"scale": mel.scale}) != mel or not close:
+    # Another CPU may sum in another order, so mean and std may differ slightly; they are saved with four digits.
+    is_close = np.allclose(
+        (previous.scale.mean, previous.scale.std), (mel.scale.mean, mel.scale.std), rtol=0, atol=1e-3
+    )
+    if previous.model_copy(update={"scale": mel.scale}) != mel or not is_close:
         raise DataError(
             "the shape or the loudness of the spectrograms differs from that of this run; start over with --fresh"
         )
     return True
 
 
-def media_data(
+def build_media_data(
     tables: MediaTables,
     *,
     prepared: PreparedData | None,
@@ -191,5 +193,5 @@ def media_data(
         read_external=tables.read_external,
         prepared=prepared,
         expected_fingerprint=expected_fingerprint,
-        notes=lambda prepared: [*tables.notes(prepared), *notes(prepared)],
+        notes=lambda prepared: [*tables.collect_notes(prepared), *notes(prepared)],
     )

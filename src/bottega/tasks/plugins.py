@@ -29,7 +29,7 @@ from bottega.terminal import print_notice
 
 ENTRY_POINT_GROUP = "bottega.tasks"
 FLAG = "--plugin"
-RECORD = "plugin"
+RECORD_KEY = "plugin"
 """Key in environment.json of a run: the plugin that defines its task."""
 
 
@@ -51,41 +51,41 @@ _LOADED: dict[str, Plugin] = {}
 
 def load_plugin_flags(words: Sequence[str]) -> list[str]:
     """Load each `--plugin FILE` of a command line; return the remaining words."""
-    rest: list[str] = []
+    other_words: list[str] = []
     remaining = list(words)
     while remaining:
         word = remaining.pop(0)
         if word == "--":
-            return [*rest, word, *remaining]
+            return [*other_words, word, *remaining]
         if word == FLAG:
             if not remaining:
-                _missing_file()
-            load_plugin(remaining.pop(0) or _missing_file())
+                _raise_missing_file()
+            load_plugin(remaining.pop(0) or _raise_missing_file())
         elif word.startswith(f"{FLAG}="):
-            load_plugin(word.removeprefix(f"{FLAG}=") or _missing_file())
+            load_plugin(word.removeprefix(f"{FLAG}=") or _raise_missing_file())
         else:
-            rest.append(word)
-    return rest
+            other_words.append(word)
+    return other_words
 
 
-def _missing_file() -> NoReturn:
+def _raise_missing_file() -> NoReturn:
     raise UsageError(f"{FLAG} needs a file, such as {FLAG} my_task.py")
 
 
-def plugin_flags() -> list[str]:
+def build_plugin_flags() -> list[str]:
     """Return the flags that load the same plugins in another `bottega` process: a fold, a dependency, a trial."""
     files = dict.fromkeys(plugin.path for plugin in _LOADED.values() if plugin.path is not None)
     return [word for path in files for word in (FLAG, path)]
 
 
-def quoted_plugin_flags() -> str:
+def quote_plugin_flags() -> str:
     """Return the same flags quoted for a shell, for commands shown to the user."""
-    return "".join(f" {word}" for word in map(shlex.quote, plugin_flags()))
+    return "".join(f" {word}" for word in map(shlex.quote, build_plugin_flags()))
 
 
-def bottega_command(words: Sequence[str]) -> list[str]:
+def build_bottega_command(words: Sequence[str]) -> list[str]:
     """Return the command line of another `bottega` process with the plugins of this one."""
-    return [sys.executable, "-m", "bottega", *words, *plugin_flags()]
+    return [sys.executable, "-m", "bottega", *words, *build_plugin_flags()]
 
 
 def load_plugin(file: str | Path) -> list[str]:
@@ -97,7 +97,7 @@ def load_plugin(file: str | Path) -> list[str]:
     loaded = [task for task, plugin in _LOADED.items() if plugin.path == str(path)]
     if loaded:
         return loaded
-    return _add(_import(path, shown=str(file)), Plugin(path.stem, _hash(path), str(path)))
+    return _register_tasks(_import_file(path, given_path=str(file)), Plugin(path.stem, _hash_file(path), str(path)))
 
 
 def load_installed() -> None:
@@ -109,13 +109,13 @@ def load_installed() -> None:
             module = sys.modules[point.module]
             file = getattr(module, "__file__", None)
             version = f" {point.dist.version}" if point.dist is not None else ""
-            plugin = Plugin(f"{package}{version}", _hash(Path(file)) if file is not None else "")
-            _add(loaded, plugin)
+            plugin = Plugin(f"{package}{version}", _hash_file(Path(file)) if file is not None else "")
+            _register_tasks(loaded, plugin)
         except Exception as error:
             print_notice(f"bottega: the installed plugin {package} is left out: {type(error).__name__}: {error}")
 
 
-def plugin_record(recipe: Recipe, run: Path, *, has_begun: bool) -> dict[str, str] | None:
+def build_plugin_record(recipe: Recipe, run: Path, *, has_begun: bool) -> dict[str, str] | None:
     """Return the plugin of a run's task as recorded when the run started; None for a bundled task."""
     plugin = _LOADED.get(recipe.task)
     if plugin is None:
@@ -142,15 +142,15 @@ def describe_plugin_error(error: BaseException) -> str | None:
     return None
 
 
-def plugin_change_note(recipe: Recipe, run: Path) -> str | None:
+def describe_plugin_change(recipe: Recipe, run: Path) -> str | None:
     """Return a note if a run was started with another version of its plugin."""
     plugin, recorded = _LOADED.get(recipe.task), _read_record(run)
     if plugin is None or recorded.get("sha256") in (None, plugin.sha256):
         return None
-    return f"the plugin {plugin.name} has changed since this run began; its results may have changed too"
+    return f"the plugin {plugin.name} has changed since this run began; its results may differ"
 
 
-def missing_plugin_hint(run: Path) -> str | None:
+def describe_missing_plugin(run: Path) -> str | None:
     """Return how to load the plugin of a run; None if its task is a bundled one."""
     recorded = _read_record(run)
     name = recorded.get("name")
@@ -168,20 +168,20 @@ def is_plugin_loaded(run: Path) -> bool:
 
 def _read_record(run: Path) -> dict[str, Any]:
     try:
-        recorded = json.loads((run / "environment.json").read_bytes())[RECORD]
+        recorded = json.loads((run / "environment.json").read_bytes())[RECORD_KEY]
     except (OSError, ValueError, KeyError, TypeError):
         return {}
     return recorded if isinstance(recorded, dict) else {}
 
 
-def _import(path: Path, *, shown: str) -> ModuleType:
+def _import_file(path: Path, *, given_path: str) -> ModuleType:
     """Import a file by its own name and folder, so that data loader processes can unpickle its classes."""
     name = path.stem
     if not name.isidentifier():
-        raise UsageError(f"{FLAG} {shown}: {name} is not a name that Python can import; rename the file")
-    other = _other_module(name, path)
-    if other is not None:
-        raise UsageError(f"{FLAG} {shown}: there is another module {name} ({other}); rename the file")
+        raise UsageError(f"{FLAG} {given_path}: {name} is not a name that Python can import; rename the file")
+    conflicting_file = _find_conflicting_module(name, path)
+    if conflicting_file is not None:
+        raise UsageError(f"{FLAG} {given_path}: there is another module {name} ({conflicting_file}); rename the file")
     # In front, as Python puts the folder of a script: this file wins over others of the same name.
     sys.path.insert(0, str(path.parent))
     importlib.invalidate_caches()
@@ -193,10 +193,10 @@ def _import(path: Path, *, shown: str) -> ModuleType:
     except (Exception, SystemExit) as error:
         sys.modules.pop(name, None)
         line = _describe_line(error, path)
-        raise EnvironmentProblem(f"{FLAG} {shown}{line}: {type(error).__name__}: {error}") from error
+        raise EnvironmentProblem(f"{FLAG} {given_path}{line}: {type(error).__name__}: {error}") from error
 
 
-def _other_module(name: str, path: Path) -> str | None:
+def _find_conflicting_module(name: str, path: Path) -> str | None:
     """Return the file of another module of this name, loaded or importable; None if there is none."""
     module = sys.modules.get(name)
     if module is not None:
@@ -224,17 +224,17 @@ def _describe_line(error: BaseException, path: Path) -> str:
     return f", line {line}" if line is not None else ""
 
 
-def _add(loaded: Any, plugin: Plugin) -> list[str]:
+def _register_tasks(loaded: Any, plugin: Plugin) -> list[str]:
     """Register the tasks of a module, or the TaskSpecs that an entry point names; return their names."""
     exported = getattr(loaded, "TASKS", getattr(loaded, "TASK", None)) if isinstance(loaded, ModuleType) else loaded
-    several = list(exported) if isinstance(exported, list | tuple) else [exported]
-    specs = [spec for spec in several if isinstance(spec, TaskSpec)]
-    if not specs or len(specs) < len(several):
-        raise UsageError(f"plugin {plugin.name}: defines no task; set TASK = TaskSpec(...), or TASKS to several")
+    candidates = list(exported) if isinstance(exported, list | tuple) else [exported]
+    specs = [spec for spec in candidates if isinstance(spec, TaskSpec)]
+    if not specs or len(specs) < len(candidates):
+        raise UsageError(f"plugin {plugin.name} defines no task; set TASK = TaskSpec(...), or TASKS to a list of them")
     TASKS.add(*specs, plugin=plugin.name)
     _LOADED.update({spec.name: plugin for spec in specs})
     return [spec.name for spec in specs]
 
 
-def _hash(path: Path) -> str:
+def _hash_file(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -30,31 +30,35 @@ class NewSamples:
 
 def is_missing(path: str) -> bool:
     """Return whether a path does not exist; URLs and glob patterns are checked later."""
-    return "://" not in path and not any(sign in path for sign in "*?[{") and not Path(path).expanduser().exists()
+    return (
+        "://" not in path
+        and not any(character in path for character in "*?[{")
+        and not Path(path).expanduser().exists()
+    )
 
 
-def predict_class(names: Sequence[str], chances: Sequence[float]) -> dict[str, Any]:
+def predict_class(names: Sequence[str], class_probabilities: Sequence[float]) -> dict[str, Any]:
     """Return the most likely class of a sample, its probability, and the probabilities of all classes."""
-    best = max(range(len(chances)), key=chances.__getitem__)
-    probabilities = dict(zip(names, chances, strict=True))
-    return {"predicted": names[best], "probability": chances[best], "probabilities": probabilities}
+    best = max(range(len(class_probabilities)), key=class_probabilities.__getitem__)
+    probabilities = dict(zip(names, class_probabilities, strict=True))
+    return {"predicted": names[best], "probability": class_probabilities[best], "probabilities": probabilities}
 
 
-def read_texts(path: str, own: Source) -> list[str]:
+def read_texts(path: str, training_source: Source) -> list[str]:
     """Return the texts of a file: its lines, or the rows of a table by the fields that the run was trained on."""
-    options = own.model_dump(include={"field", "columns", "delimiter", "encoding"})
+    options = training_source.model_dump(include={"field", "columns", "delimiter", "encoding"})
     listing = find_utf8_files(Source(path=path, **options))
     if listing.kind == "text":
         with listing.paths[0].open("rb") as file:
             return read_lines(file, where=path)
-    rules, usual = Rules("text"), listing.source.model_copy(update={"field": None})
+    rules, source_without_field = Rules("text"), listing.source.model_copy(update={"field": None})
     by_number = listing.kind == "csv"
     texts = []
     for piece in listing.list_pieces(1 << 20):
         for record in listing.read(piece):
             row = record if isinstance(record, BadRecord) else rules.apply(record, listing.source, by_number=by_number)
-            if isinstance(row, BadRecord) and not isinstance(record, BadRecord) and own.field is not None:
-                retried = rules.apply(record, usual, by_number=by_number)
+            if isinstance(row, BadRecord) and not isinstance(record, BadRecord) and training_source.field is not None:
+                retried = rules.apply(record, source_without_field, by_number=by_number)
                 row = row if isinstance(retried, BadRecord) else retried
             if isinstance(row, BadRecord):
                 raise DataError(f"{row.where}: {row.reason.partition('; set data.train.field to the right one')[0]}")

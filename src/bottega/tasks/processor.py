@@ -49,7 +49,7 @@ class FileProcessor(Processor):
     is_same: Callable[[Any], bool]
     """Whether what `parse` read from an earlier copy is equivalent."""
     mismatch: str
-    """Error message where it is not."""
+    """Error message if it is not."""
 
     def save(self, folder: Path) -> None:
         try:

@@ -16,10 +16,10 @@ TECHNIQUES.update(find_techniques())
 
 load_recipe = partial(load.load_recipe, TASKS)
 check_recipe = partial(load.check_recipe, TASKS)
-bundled_recipes = partial(load.list_bundled_recipes, TASKS)
+list_bundled_recipes = partial(load.list_bundled_recipes, TASKS)
 parse_overrides = partial(flags.parse_overrides, TASKS)
-json_schema = partial(schema.build_json_schema, TASKS)
-commented_recipe = partial(schema.render_recipe_template, TASKS)
+build_json_schema = partial(schema.build_json_schema, TASKS)
+render_recipe_template = partial(schema.render_recipe_template, TASKS)
 import_file = partial(importers.import_file, TASKS)
 
 
@@ -30,7 +30,7 @@ def load_saved_recipe(path: Path) -> Recipe:
     except UsageError as error:
         from bottega.tasks import plugins
 
-        hint = plugins.missing_plugin_hint(path.parent)
+        hint = plugins.describe_missing_plugin(path.parent)
         if hint is None:
             raise
         if plugins.is_plugin_loaded(path.parent):

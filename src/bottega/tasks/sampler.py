@@ -13,11 +13,11 @@ from bottega.tasks.registry import refusal_error
 
 
 class Sampler(ABC):
-    """Draws samples while training; where the task is generative, also on request."""
+    """Draws samples while trainingand, if the task is generative, on request."""
 
     recipe: Any
     requests: tuple[str, ...] = ()
-    """Names of the flags of `bottega generate` that the task understands; empty where it does not generate."""
+    """Names of the flags of `bottega generate` that the task understands; empty if it does not generate."""
 
     @abstractmethod
     def sample(self, models: Models, folder: Path, *, device: Any) -> None:
@@ -32,7 +32,7 @@ class Sampler(ABC):
         raise AssertionError("nothing was generated")
 
     def example_flags(self) -> str | None:
-        """Return flags to try `bottega generate RUN` with; None where nothing can be generated."""
+        """Return flags to try `bottega generate RUN` with; None if nothing can be generated."""
         return None
 
     @property

@@ -49,8 +49,8 @@ class TableData(TaskData):
         """
         self.recipe = recipe
         self._prepare, self._read_table, self._read_external = prepare, read_table, read_external
-        self._prepared, self._expected = prepared, expected_fingerprint
-        self._extra_notes, self._derive = notes, derived_fingerprint
+        self._prepared, self._expected_fingerprint = prepared, expected_fingerprint
+        self._extra_notes, self._compute_derived_fingerprint = notes, derived_fingerprint
 
     @property
     def prepared(self) -> PreparedData:
@@ -61,15 +61,15 @@ class TableData(TaskData):
                 prepared = self._prepare(recipe)
             except DataError as error:
                 raise self._missing_error(recipe) or error from None
-            if prepared.fingerprint != self._expected:
+            if prepared.fingerprint != self._expected_fingerprint:
                 raise DataMissing(f"{self.describe_source()} has changed since this run was trained on it; restore it")
             self._prepared = prepared
         return self._prepared
 
     @property
     def recorded_fingerprint(self) -> str | None:
-        """Fingerprint of the data that the run was trained on, also where that data is gone."""
-        return self._expected or (self._prepared.fingerprint if self._prepared is not None else None)
+        """Fingerprint of the data that the run was trained on, even if that data is gone."""
+        return self._expected_fingerprint or (self._prepared.fingerprint if self._prepared is not None else None)
 
     def located_recipe(self) -> Any:
         """Return the recipe with relative data paths resolved against the folder in which the run was started."""
@@ -100,7 +100,7 @@ class TableData(TaskData):
 
     @property
     def derived_fingerprint(self) -> str | None:
-        return self._derive()
+        return self._compute_derived_fingerprint()
 
     @property
     def held_out(self) -> dict[str, str]:
@@ -137,10 +137,10 @@ class TableData(TaskData):
         return combine.combine_sources(parts, data, seed=self.recipe.seed, replay=replay)
 
     def validation(self) -> Source | None:
-        return self._held_out_samples("validation")
+        return self._read_held_out("validation")
 
     def test(self) -> Source | None:
-        return self._held_out_samples("test")
+        return self._read_held_out("test")
 
     def training_samples(self) -> Source:
         tables = [self.table(name, is_training=False) for name in self.prepared.training_tables]
@@ -149,15 +149,15 @@ class TableData(TaskData):
     def read_external(self, external: ExternalData) -> Source:
         return self._read_external(external)
 
-    def _held_out_samples(self, name: str) -> Source | None:
+    def _read_held_out(self, name: str) -> Source | None:
         if name not in self.prepared.tables:
             return None
         return self.limit(name, self.table(name, is_training=False))
 
     def limit(self, name: str, samples: Source) -> Source:
-        """Return as many samples of a held-out table as the recipe evaluates; in a sequence, of each source."""
+        """Return as many samples of a held-out table as the recipe evaluates; if data.mixture is sequence, that many of each source."""
         rows = self.prepared.metadata.get("by_source", {}).get(name)
         if rows is not None:
             samples = Interleaved(samples, rows, name=name)
-        part = getattr(self.recipe.data, name) if name in ("validation", "test") else None
-        return samples if part is None or part.limit is None else Take(samples, part.limit)
+        options = getattr(self.recipe.data, name) if name in ("validation", "test") else None
+        return samples if options is None or options.limit is None else Take(samples, options.limit)

@@ -56,11 +56,11 @@ class TableRows(Source):
         if not self.table.columns[name].varying:
             return values
         lengths = self.table.lengths(name)
-        other = np.flatnonzero(lengths != lengths[:1])
-        if len(other):
+        mismatched = np.flatnonzero(lengths != lengths[:1])
+        if len(mismatched):
             raise DataError(
-                f"{self.table.row('key', int(other[0]))}: {name} has {lengths[other[0]]} values, but "
-                f"{self.table.row('key', 0)} has {lengths[0]}; all rows must be equally wide"
+                f"{self.table.row('key', int(mismatched[0]))}: {name} has {lengths[mismatched[0]]} values, but "
+                f"{self.table.row('key', 0)} has {lengths[0]}; all rows must have the same number of values"
             )
         return values.reshape(len(self), -1, *values.shape[1:]) if len(self) else values
 
@@ -83,7 +83,7 @@ class TableTraining(Workload, Sampler):
     """
 
     predicts: ClassVar[PredictionInput | None] = None
-    """Input of `bottega predict`; set it where `predict_rows` is defined."""
+    """Input of `bottega predict`; set it if `predict_rows` is defined."""
     version: ClassVar[int] = 1
     """Increase it when the same records give other rows and neither the encoder's fields nor its source show that."""
 
@@ -98,7 +98,7 @@ class TableTraining(Workload, Sampler):
         self.task: Task = self.build_task()
         self.data = TableData(
             recipe,
-            prepare=lambda recipe: self.prepare(recipe, _silent),
+            prepare=lambda recipe: self.prepare(recipe, _ignore_progress),
             read_table=_read_table,
             read_external=self._read_external,
             prepared=prepared,
@@ -135,13 +135,13 @@ class TableTraining(Workload, Sampler):
     # Called by the task registry
 
     @classmethod
-    def spec(cls, recipe: type[Recipe], **more: Any) -> TaskSpec:
+    def spec(cls, recipe: type[Recipe], **overrides: Any) -> TaskSpec:
         """Return the registry entry of a task of this class."""
         name = str(recipe.model_fields["task"].default)
         options: dict[str, Any] = {"open": cls.open, "reopen": cls.reopen, "prepare": cls.prepare}
         if cls.predicts is not None:
             options["example_input"] = lambda recipe, processor: recipe.data.train.path
-        return TaskSpec(name=name, recipe=recipe, **{**options, "allowed_in_multitask": False, **more})
+        return TaskSpec(name=name, recipe=recipe, **{**options, "allowed_in_multitask": False, **overrides})
 
     @classmethod
     def open(cls, recipe: Recipe, *, progress: ProgressCallback) -> Self:
@@ -171,21 +171,21 @@ class TableTraining(Workload, Sampler):
             data=recipe.data,
             rules=Rules("x"),
             build_encoder=lambda texts, folder, progress: encoder,
-            options=(encoder, cls.version, _source_hash(type(encoder))),
+            options=(encoder, cls.version, _hash_source(type(encoder))),
         )
         return prepare(plan, cache=cache or default_cache(), progress=progress)
 
     def _read_external(self, external: ExternalData) -> Source:
         recipe = self.recipe.model_copy(update={"data": external.replace_in(self.recipe.data)})
-        return _read_table(self.prepare(recipe, _silent), external.table)
+        return _read_table(self.prepare(recipe, _ignore_progress), external.table)
 
-    def _predict_new(self, models: Models, new: NewSamples, *, device: Any) -> list[dict[str, Any]]:
-        if not new.paths:
+    def _predict_new(self, models: Models, new_samples: NewSamples, *, device: Any) -> list[dict[str, Any]]:
+        if not new_samples.paths:
             raise UsageError("no table given; run bottega predict RUN FILE")
-        for path in filter(is_missing, new.paths):
+        for path in filter(is_missing, new_samples.paths):
             raise UsageError(f"{path} does not exist; give a table of rows to predict")
         encoder, rows = self.encoder(self.recipe, is_new=True), list[dict[str, Any]]()
-        for record in self._records(new.paths):
+        for record in self._read_records(new_samples.paths):
             try:
                 rows += encoder.rows(record)
             except Unreadable as error:
@@ -194,7 +194,7 @@ class TableTraining(Workload, Sampler):
         predictions = self.predict_rows(models, arrays, device=device) if rows else []
         return [{"row": row["key"], "predicted": value} for row, value in zip(rows, predictions, strict=True)]
 
-    def _records(self, paths: list[str]) -> list[Record]:
+    def _read_records(self, paths: list[str]) -> list[Record]:
         options = self.recipe.data.train.model_dump(include={"field", "columns", "delimiter", "encoding"})
         records = []
         for path in paths:
@@ -228,13 +228,13 @@ def _read_table(prepared: PreparedData, name: str, *, is_training: bool = False)
     return TableRows(prepared.table(name), f"{prepared.fingerprint} {name}")
 
 
-def _silent(stage: str, done: int, total: int) -> None:
+def _ignore_progress(stage: str, done: int, total: int) -> None:
     pass
 
 
-def _source_hash(kind: type) -> str:
+def _hash_source(encoder_class: type) -> str:
     """Hash the source of a class, so that editing an encoder invalidates the rows that it prepared."""
     try:
-        return hashlib.sha256(inspect.getsource(kind).encode()).hexdigest()
+        return hashlib.sha256(inspect.getsource(encoder_class).encode()).hexdigest()
     except (OSError, TypeError):
         return ""

@@ -14,7 +14,7 @@ class TaskData(ABC):
     """Samples of one run, and of other data that a user names, in the form that the run's model reads."""
 
     started_in: tuple[Path, ...] = ()
-    """Of a finished run: folders in which its training may have been started, most likely first."""
+    """Folders in which the training of a finished run may have been started, most likely first."""
 
     @property
     @abstractmethod

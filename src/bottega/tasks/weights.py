@@ -19,8 +19,8 @@ DIMENSION_KEYS = tuple(
 
 def drop_dimensions(base: FlatConfig, layer: FlatConfig, applies: Callable[[Mapping[str, Any]], bool]) -> None:
     """Drop dimensions of earlier layers where a later layer sets model.from, in recipes for which `applies` is true."""
-    start = layer.get("model.from")
-    if start is None or start.value is None:
+    base_model = layer.get("model.from")
+    if base_model is None or base_model.value is None:
         return
     if applies({name: entry.value for flat in (base, layer) for name, entry in flat.items()}):
         for key in DIMENSION_KEYS:

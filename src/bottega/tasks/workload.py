@@ -42,7 +42,7 @@ class Workload(ABC):
     """What is saved with the run so that it can be used without its data."""
     sampler: Sampler
     predictor: Predictor | None = None
-    """None where the task makes no predictions for new samples."""
+    """None if the task makes no predictions for new samples."""
     metrics: tuple[str, ...] = ("loss",)
     """Names of the metrics that an evaluation computes."""
     unit: str = "samples"
@@ -70,21 +70,21 @@ class Workload(ABC):
         """
 
     def predict_samples(
-        self, models: Models, new: NewSamples, *, part: str | None, device: Any
+        self, models: Models, new_samples: NewSamples, *, part: str | None, device: Any
     ) -> list[dict[str, Any]]:
         """Return predictions for new samples; `part` selects the task of a multitask run."""
         if part is not None:
             raise UsageError(f"--part {part}: this run has one task only; remove --part")
         if self.predictor is None:
             raise refusal_error(self.recipe, "predict")
-        return self.predictor.predict(models, new, device=device)
+        return self.predictor.predict(models, new_samples, device=device)
 
 
-def headline_metrics(recipe: Any, *names: str) -> tuple[str, ...]:
+def choose_headline_metrics(recipe: Any, *names: str) -> tuple[str, ...]:
     """Return `names`, the metric that selects the best checkpoint, and in a sequence that metric of each source."""
-    watched, stopping = recipe.evaluation.metric, recipe.training.early_stopping
-    metrics = [*names, watched, *([stopping.metric] if stopping is not None else [])]
+    metric, early_stopping = recipe.evaluation.metric, recipe.training.early_stopping
+    metrics = [*names, metric, *([early_stopping.metric] if early_stopping is not None else [])]
     if recipe.data.mixture == "sequence":
-        metrics += [f"{name}/{watched}" for name in get_source_names(recipe.data.sources or ())]
+        metrics += [f"{name}/{metric}" for name in get_source_names(recipe.data.sources or ())]
         metrics += ["average", "backward_transfer", "forgetting"]
     return tuple(dict.fromkeys(metrics))

@@ -17,7 +17,7 @@ from bottega.data.prepare.media import prepare_media, prepare_vectors
 from bottega.data.prepare.prepared import PreparedData
 from bottega.data.sources.samples import open_media_source
 from bottega.tasks.autoencode import config as autoencode
-from bottega.tasks.dependencies import dependency_recipe
+from bottega.tasks.dependencies import build_dependency_recipe
 from bottega.tasks.generation import config as media
 from bottega.tasks.recipes import check_recipe
 from bottega.tasks.routing.config import RoutingData
@@ -130,7 +130,7 @@ def test_held_out_clips_show_digit_images_not_used_in_training(
 ) -> None:
     """An image moves in up to four directions; a random split would train on images of 363 of 400 held-out clips."""
     recipe = check_recipe([target.removeprefix("judge of ")]).recipe
-    recipe = dependency_recipe(recipe, "judge") if target.startswith("judge") else recipe
+    recipe = build_dependency_recipe(recipe, "judge") if target.startswith("judge") else recipe
     assert isinstance(recipe, media.MediaRecipe)
     prepared = prepare_media(recipe, progress=quiet, cache=tmp_path)
 
@@ -164,7 +164,7 @@ def test_default_split_applies_to_embedded_data_only() -> None:
         assert changed == Splitting(by="stratified")
     unchanged = check_recipe(["image", {"data.split.by": "stratified"}, own_data]).recipe.data.split
     assert unchanged == Splitting(by="stratified"), "a split that needs no field fits any data"
-    assert dependency_recipe(check_recipe(["video", own_data]).recipe, "judge").data.split is None
+    assert build_dependency_recipe(check_recipe(["video", own_data]).recipe, "judge").data.split is None
 
 
 @pytest.mark.parametrize("part", ["sources", "validation", "test", "replay"])

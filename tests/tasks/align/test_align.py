@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from bottega.core.noise import Noise
 from bottega.core.types import Batch
 from bottega.models.build import build_models
-from bottega.tasks.align.config import AlignModel, clip_shape
+from bottega.tasks.align.config import AlignModel, build_clip_shape
 from bottega.tasks.align.task import Alignment
 
 MODEL = AlignModel(
@@ -27,7 +27,7 @@ MODEL = AlignModel(
     max_tokens=6,
     projection_size=8,
 )
-TASK = Alignment(shape=clip_shape(MODEL, image_size=8, tokens=20, bos=18, eos=19, padding=19), negatives=3)
+TASK = Alignment(shape=build_clip_shape(MODEL, image_size=8, vocab_size=20, bos=18, eos=19, padding=19), negatives=3)
 RNG = Noise(0, 0, torch.arange(4), torch)
 
 

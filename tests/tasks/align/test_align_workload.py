@@ -16,7 +16,7 @@ import bottega
 from bottega.cli import main
 from bottega.core.errors import CheckpointError, DataError, UsageError
 from bottega.models.clip.torch import load_clip
-from bottega.tasks.align.clip_folder import load_clip_tokens, resolve_clip_folder
+from bottega.tasks.align.clip_folder import load_clip_tokenizer, resolve_clip_folder
 
 transformers = pytest.importorskip("transformers")
 
@@ -95,7 +95,7 @@ def test_training_aligns_images_and_captions(run: Path) -> None:
 
 def test_the_export_classifies_new_images(run: Path) -> None:
     folder = resolve_clip_folder(run)
-    clip, tokens = load_clip(folder), load_clip_tokens(folder)
+    clip, tokens = load_clip(folder), load_clip_tokenizer(folder)
     rng = np.random.default_rng(1)
     labels = [(colour, shape) for colour in COLOURS for shape in SHAPES]
     images = np.stack([draw_shape(*pair, rng) for pair in labels])
@@ -112,7 +112,7 @@ def test_the_export_opens_in_transformers(run: Path) -> None:
     assert type(tokenizer).__name__.startswith("CLIPTokenizer")
     assert tokenizer.model_max_length == 8
     expected = tokenizer(["a red bar", "a very green pole indeed, is it not"], padding="max_length", truncation=True)
-    ours = load_clip_tokens(final).encode(["a red bar", "a very green pole indeed, is it not"])
+    ours = load_clip_tokenizer(final).encode(["a red bar", "a very green pole indeed, is it not"])
     np.testing.assert_array_equal(ours["input_ids"], expected.input_ids)
     text = transformers.CLIPTextModel.from_pretrained(final).eval()
     config = text.config
@@ -235,4 +235,4 @@ def test_unusable_clip_folders_are_refused(run: Path, tmp_path: Path) -> None:
     without_tokenizer = shutil.copytree(run / "final", tmp_path / "bare")
     (without_tokenizer / "tokenizer.json").unlink()
     with pytest.raises(UsageError, match=r"has no tokenizer\.json"):
-        load_clip_tokens(without_tokenizer)
+        load_clip_tokenizer(without_tokenizer)

@@ -92,7 +92,7 @@ def test_code_usage_is_computed_over_the_validation_data(tokenizer: Path) -> Non
     source = workload.data.validation()
     assert source is not None
     with saved.engine.sampling() as models:
-        usage = workload.code_usage(models, source, device="cpu")
+        usage = workload.measure_code_usage(models, source, device="cpu")
         index = np.arange(len(source))
         codes = models["model"].encode(torch.from_numpy(source.rows(index, 0 * index)["image"]))
     assert codes.shape == (9, 4, 4)

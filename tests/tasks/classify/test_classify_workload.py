@@ -129,7 +129,7 @@ def test_predict_with_features_does_not_change_the_model(trained: Path) -> None:
     single, _ = workload.predict_with_features({"model": run.model}, batch["image"][5:6], device="cpu")
     np.testing.assert_allclose(single[0], probabilities[5], atol=1e-5)
     assert workload.predict_with_features({"model": run.model}, batch["image"][:0], device="cpu")[0].shape == (0, 3)
-    with pytest.raises(UsageError, match=r"reads image of shape \(n, 8, 8, 1\), not \(24, 8, 8\)"):
+    with pytest.raises(UsageError, match=r"expected image of shape \(n, 8, 8, 1\); got \(24, 8, 8\)"):
         workload.predict_with_features({"model": run.model}, batch["image"][..., 0], device="cpu")
 
 

@@ -132,7 +132,7 @@ def test_settings_without_effect_are_refused_or_noted(tmp_path: Path) -> None:
 
 def test_truncated_texts_are_noted(tmp_path: Path) -> None:
     workload = open_workload(tmp_path, {"data.sequence_length": 8})
-    lengths = [len(ids) for ids in workload._ids([row["text"] for row in small_texts.make_rows()])]
+    lengths = [len(ids) for ids in workload._tokenise([row["text"] for row in small_texts.make_rows()])]
     assert any(
         f"of {len(workload.data.training())} texts are truncated to 8 tokens: data.sequence_length" in n
         for n in workload.data.notes

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from bottega.tasks.classify import losses
 from bottega.tasks.classify.config import LossOptions
-from bottega.tasks.classify.losses import LossName, find_loss, loss_names
+from bottega.tasks.classify.losses import LossName, find_loss, list_loss_names
 from bottega.tasks.classify.losses.base import ClassificationLoss
 from package_with_file import run_with_file
 
@@ -55,11 +55,11 @@ print(json.dumps([row["objective"] for row in rows if row["kind"] == "eval"]))
 
 def test_every_file_defines_a_loss() -> None:
     files = {file.stem for file in Path(losses.__file__).parent.glob("*.py")} - {"__init__", "base"}
-    assert set(loss_names()) == set(get_args(LossName)) == files
-    assert loss_names()[:2] == ("cross_entropy", "focal"), "the order in which a schema lists them"
-    loss_classes = [find_loss(name) for name in loss_names()]
+    assert set(list_loss_names()) == set(get_args(LossName)) == files
+    assert list_loss_names()[:2] == ("cross_entropy", "focal"), "the order in which a schema lists them"
+    loss_classes = [find_loss(name) for name in list_loss_names()]
     assert len(set(loss_classes)) == len(loss_classes)
-    for name, kind in zip(loss_names(), loss_classes, strict=True):
+    for name, kind in zip(list_loss_names(), loss_classes, strict=True):
         assert issubclass(kind, ClassificationLoss)
         assert not inspect.isabstract(kind)
         assert LossOptions(name=name).name == name

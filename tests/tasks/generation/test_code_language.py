@@ -163,7 +163,7 @@ def test_cached_decoding_matches_a_full_forward() -> None:
     language = task()
     models, data = build(language, seed=4), batch(3)
     samples = language.draw_codes(models["model"], data, rng(3), temperature=0.0)
-    first = language.first_tokens(data, drop=torch.zeros(3, dtype=torch.bool))
+    first = language.build_first_tokens(data, drop=torch.zeros(3, dtype=torch.bool))
     logits = models["model"](torch.cat([first[:, None], samples[:, :-1]], dim=1))[..., :CODES]
     assert torch.equal(logits.argmax(-1), samples)
 

@@ -28,10 +28,10 @@ from bottega.models.generator.torch import build_generator, load_generator
 from bottega.models.unet import condition_vector_size
 from bottega.tasks.generation.config import ImageRecipe, TextEncoderOptions
 from bottega.tasks.generation.export import (
+    build_scheduler_config,
     export_generator,
     find_stock_pipeline,
     open_exported_generator,
-    scheduler_config,
 )
 from bottega.tasks.generation.latents import Latents
 from bottega.tasks.generation.paths import NoisePath as NoisePath
@@ -190,7 +190,7 @@ def test_ddpm_pipeline_matches_our_samples(path: NoisePath, tmp_path: Path) -> N
 @pytest.mark.parametrize("schedule", ["linear", "scaled_linear", "cosine"])
 def test_diffusers_schedulers_have_our_noise_levels(schedule: Any) -> None:
     path = NoisePath(objective="v", schedule=schedule)
-    config = scheduler_config(path, "DDPMPipeline")
+    config = build_scheduler_config(path, "DDPMPipeline")
     scheduler = diffusers.DDPMScheduler.from_config(config)
     alphas_cumprod = torch.cumprod(1 - path.betas(), 0)
     np.testing.assert_allclose(scheduler.alphas_cumprod.double().sqrt(), alphas_cumprod.sqrt(), rtol=1e-4, atol=1e-6)

@@ -280,7 +280,7 @@ def test_guidance_interpolates_conditional_and_unconditional_predictions(kind: s
 
     def reference(guidance: float) -> Tensor:
         conditional, unconditional = (
-            generation._condition(models, rows([0, 1, 2]), drop=drop) for drop in (~none, none)
+            generation._encode_condition(models, rows([0, 1, 2]), drop=drop) for drop in (~none, none)
         )
 
         def predict(x: Tensor, time: Tensor) -> Tensor:

@@ -194,7 +194,7 @@ def test_vectors_are_a_condition_from_training_to_files(run_command: Any, tmp_pa
     vectors = np.zeros((4, 3), np.float32)
     np.savez(tmp_path / "wider.npz", image=np.zeros((4, 8, 8), np.uint8), condition=vectors)
     with pytest.raises(
-        DataError, match=r"wider\.npz: has vectors of 3 numbers, but this run was trained on vectors of 2"
+        DataError, match=r"wider\.npz has vectors of 3 numbers, but this run was trained on vectors of 2"
     ):
         saved.evaluate(tmp_path / "wider.npz")
 
@@ -228,7 +228,7 @@ def test_square_images_are_resized_and_other_shapes_refused(run_command: Any, ru
         assert result.code == 3
         assert result.err.count("\n") == 1
         shape = " x ".join(map(str, (*sides, 1)))
-        assert f"is of {shape}, but this run was trained on 8 x 16 x 1" in result.err
+        assert f"has samples of {shape}, but this run was trained on 8 x 16 x 1" in result.err
 
 
 def test_by_default_sixteen_images_cycle_through_the_classes(run_command: Any, run: Path, tmp_path: Path) -> None:
@@ -236,7 +236,7 @@ def test_by_default_sixteen_images_cycle_through_the_classes(run_command: Any, r
     saved = bottega.load(run)
     assert saved.generate(steps=1).shape == (16, 8, 8, 1)
     assert saved.workload.sampler.encode_request({}, None)["label"].tolist() == [n % 3 for n in range(16)]
-    assert saved.workload.sampler.encoder.captions({}, None) == [
+    assert saved.workload.sampler.encoder.list_captions({}, None) == [
         saved.workload.metadata.classes[n % 3] for n in range(16)
     ]
     assert len(saved.workload.sampler.encode_request({"class": ["grey", "dark"]}, None)["label"]) == 32

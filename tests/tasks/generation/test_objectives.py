@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from bottega.tasks.generation import objectives
 from bottega.tasks.generation.config import Generator
-from bottega.tasks.generation.objectives import ObjectiveName, find_objective, objective_names
+from bottega.tasks.generation.objectives import ObjectiveName, find_objective, list_objective_names
 from bottega.tasks.generation.objectives.base import Objective
 from bottega.tasks.generation.paths import NoisePath as NoisePath
 from package_with_file import run_with_file
@@ -56,11 +56,11 @@ print(json.dumps(bottega.load(run.path).generate(count=2, steps=3).shape))
 
 def test_every_file_defines_an_objective() -> None:
     files = {file.stem for file in FOLDER.glob("*.py")} - {"__init__", "base"}
-    assert set(objective_names()) == set(get_args(ObjectiveName)) == files
-    assert objective_names()[:3] == ("flow", "noise", "v"), "the order in which a schema lists them"
-    objective_classes = [find_objective(name) for name in objective_names()]
+    assert set(list_objective_names()) == set(get_args(ObjectiveName)) == files
+    assert list_objective_names()[:3] == ("flow", "noise", "v"), "the order in which a schema lists them"
+    objective_classes = [find_objective(name) for name in list_objective_names()]
     assert len(set(objective_classes)) == len(objective_classes)
-    for name, kind in zip(objective_names(), objective_classes, strict=True):
+    for name, kind in zip(list_objective_names(), objective_classes, strict=True):
         assert issubclass(kind, Objective)
         assert not inspect.isabstract(kind)
         assert NoisePath(objective=name).scheduler(None)[0].endswith("Scheduler")

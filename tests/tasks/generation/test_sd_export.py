@@ -118,7 +118,10 @@ def test_concatenated_texts_are_a_condition_in_any_order(pipeline: Any) -> None:
 
 def test_generator_and_personalize_share_one_clip_run() -> None:
     recipe = check_recipe(["personalize"]).recipe
-    generator = dependencies.dependency_recipe(recipe, "diffusion")
+    generator = dependencies.build_dependency_recipe(recipe, "diffusion")
     assert generator.run_name() == load_recipe(["image/stickers"]).recipe.run_name()
-    assert dependencies.dependency_run(generator, "clip") == dependencies.dependency_run(recipe, "clip")
-    assert dependencies.dependency_run(generator, "vae").parent == dependencies.dependency_run(recipe, "clip").parent
+    assert dependencies.find_dependency_run(generator, "clip") == dependencies.find_dependency_run(recipe, "clip")
+    assert (
+        dependencies.find_dependency_run(generator, "vae").parent
+        == dependencies.find_dependency_run(recipe, "clip").parent
+    )

@@ -91,7 +91,7 @@ def test_a_sample_depends_on_its_own_prompt_only(run: Path) -> None:
 
 def test_without_a_prompt_the_captions_of_the_data_are_used(run: Path, tmp_path: Path) -> None:
     saved = bottega.load(run)
-    assert len(set(saved.workload.sampler.encoder.captions({}, 4) or ())) == 2, "the two captions alternate"
+    assert len(set(saved.workload.sampler.encoder.list_captions({}, 4) or ())) == 2, "the two captions alternate"
     samples = saved.generate(count=3, steps=2)
     written = saved.workload.sampler.present(samples, tmp_path / "out", run=run, count=3)
     assert written["count"] == 3

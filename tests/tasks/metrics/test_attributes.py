@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bottega.tasks.metrics.attributes import conditional_accuracy, parse_attributes, shared_rows
+from bottega.tasks.metrics.attributes import conditional_accuracy, index_attribute_values, parse_attributes
 
 NAMES = ["digit=0 direction=left", "digit=0 direction=up", "digit=1 direction=left", "direction=up digit=1"]
 
@@ -34,6 +34,6 @@ def test_accuracy_overall_and_by_attribute() -> None:
 
 
 def test_classes_share_a_row_for_each_attribute_they_have_in_common() -> None:
-    assert shared_rows(NAMES) == ((0, 2), (0, 3), (1, 2), (1, 3))
-    assert shared_rows(["pitch=A4", "pitch=B4"]) == (), "a single attribute is the class itself"
-    assert shared_rows(["cat", "dog"]) == ()
+    assert index_attribute_values(NAMES) == ((0, 2), (0, 3), (1, 2), (1, 3))
+    assert index_attribute_values(["pitch=A4", "pitch=B4"]) == (), "a single attribute is the class itself"
+    assert index_attribute_values(["cat", "dog"]) == ()

@@ -150,7 +150,7 @@ def test_calibration_is_the_weighted_gap_of_the_bins(size: tuple[int, int, int],
             inside = (confidence > low) & (confidence <= high)
             if inside.any():
                 total += inside.mean() * abs(correct[inside].mean() - confidence[inside].mean())
-        assert expected_calibration_error(probabilities, labels, bins=bins) == pytest.approx(total, abs=1e-12)
+        assert expected_calibration_error(probabilities, labels, num_bins=bins) == pytest.approx(total, abs=1e-12)
 
 
 def test_calibrated_predictions_have_no_calibration_error() -> None:

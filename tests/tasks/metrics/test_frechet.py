@@ -70,7 +70,7 @@ def test_moments_do_not_depend_on_the_block_size(monkeypatch: pytest.MonkeyPatch
     features = numpy_generator(4, "features").standard_normal((37, 5)).astype(np.float32) + 100
     mean, covariance = feature_moments(features)
     np.testing.assert_allclose(covariance, np.cov(features.T.astype(np.float64)), rtol=1e-9)
-    monkeypatch.setattr(frechet, "ROWS", 8)
+    monkeypatch.setattr(frechet, "CHUNK_SIZE", 8)
     np.testing.assert_allclose(feature_moments(features)[1], covariance, rtol=1e-12)
     assert distance_of_moments((mean, covariance), feature_moments(features)) < 1e-9
 

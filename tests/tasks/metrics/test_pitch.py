@@ -10,7 +10,7 @@ import pytest
 
 from bottega.core.noise import numpy_generator
 from bottega.data.audio.spectrogram import MelSpectrogram
-from bottega.tasks.metrics.pitch import estimate_pitch, note_frequency, semitone_difference
+from bottega.tasks.metrics.pitch import estimate_pitch, parse_note_frequency, semitone_difference
 
 RATE = 8000
 
@@ -141,18 +141,18 @@ def test_short_clips_have_only_pitches_whose_period_fits() -> None:
     ],
 )
 def test_note_names(name: str, hertz: float) -> None:
-    assert note_frequency(name) == pytest.approx(hertz, abs=1e-4)
+    assert parse_note_frequency(name) == pytest.approx(hertz, abs=1e-4)
 
 
 def test_note_names_across_octaves() -> None:
-    assert note_frequency("Cb4") == pytest.approx(note_frequency("B3"))
-    assert note_frequency("B#3") == pytest.approx(note_frequency("C4"))
-    assert note_frequency("C-1") == pytest.approx(8.1758, abs=1e-4)
+    assert parse_note_frequency("Cb4") == pytest.approx(parse_note_frequency("B3"))
+    assert parse_note_frequency("B#3") == pytest.approx(parse_note_frequency("C4"))
+    assert parse_note_frequency("C-1") == pytest.approx(8.1758, abs=1e-4)
 
 
 @pytest.mark.parametrize("name", ["", "A", "H4", "a4", "A44", "A4 ", "4", "cat", "A##4", "digit=3"])
 def test_other_names_are_not_notes(name: str) -> None:
-    assert note_frequency(name) is None
+    assert parse_note_frequency(name) is None
 
 
 def test_semitones_are_signed_and_add_up() -> None:

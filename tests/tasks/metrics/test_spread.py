@@ -68,15 +68,15 @@ def test_nearest_distances_do_not_depend_on_the_chunk_size(n: int, m: int, chunk
         numpy_generator(1, name, size).standard_normal((size, d)) + offset for name, size in (("x", n), ("r", m))
     )
     brute = np.sqrt(((x[:, None] - reference[None]) ** 2).sum(-1)).min(1)
-    np.testing.assert_allclose(nearest_distances(x, reference, chunk=chunk), brute, rtol=1e-4, atol=1e-9)
-    assert (nearest_distances(reference, reference, chunk=chunk) == 0).all()
+    np.testing.assert_allclose(nearest_distances(x, reference, max_rows=chunk), brute, rtol=1e-4, atol=1e-9)
+    assert (nearest_distances(reference, reference, max_rows=chunk) == 0).all()
 
 
 def test_nearest_distances_use_memory_of_a_few_chunks() -> None:
     """All distances would be 128 MB, and the differences of all pairs 2 GB."""
     reference = numpy_generator(2, "reference").random((8000, 16), dtype=np.float32)
     tracemalloc.start()
-    distances = nearest_distances(reference[:4000] + np.float32(0.5), reference, chunk=500)
+    distances = nearest_distances(reference[:4000] + np.float32(0.5), reference, max_rows=500)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert distances.shape == (4000,)

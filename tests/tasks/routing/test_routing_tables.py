@@ -76,7 +76,9 @@ def test_missing_and_unknown_columns_are_refused_by_name(
 
 
 def test_unnamed_columns_are_refused_after_training_on_named_ones(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="has no column names; this run was trained on the columns 'c0'"):
+    with pytest.raises(
+        DataError, match="has no column names; give it a header with the columns that this run was trained on: 'c0'"
+    ):
         bottega.load(run).evaluate(small_routing.write_rows(tmp_path))
 
 

@@ -13,7 +13,7 @@ from bottega.config.section import Positive, Probability
 from bottega.data.image.config import ImageData
 from bottega.models.clip.config import ClipShape
 
-BYTES = 2 * 256 + 2
+MIN_VOCAB_SIZE = 2 * 256 + 2
 """Smallest vocabulary of CLIP: every byte within a word and at the end of one, and two special tokens."""
 
 
@@ -31,16 +31,18 @@ class AlignModel(Model):
     patch_size: Positive = Field(4, description="side of a patch")
     text_hidden_size: Positive = Field(128, description="width of the text tower")
     text_num_layers: Positive = Field(2, description="blocks of the text tower")
-    vocab_size: Positive = Field(2048, ge=BYTES, description="size of the vocabulary, bytes included")
+    vocab_size: Positive = Field(2048, ge=MIN_VOCAB_SIZE, description="size of the vocabulary, bytes included")
     max_tokens: Positive = Field(32, ge=3, description="captions are cut at this many tokens, special tokens included")
     projection_size: Positive = Field(128, description="width of the shared embedding")
     negatives: Positive = Field(15, description="negative captions for each image in a step, drawn from the data")
     hard_negatives: Probability = Field(
-        0.0, description="fraction of negatives that differ in one word only, as far as the data has such"
+        0.0, description="fraction of negatives that differ in one word only, as far as the data has such captions"
     )
 
 
-def clip_shape(model: AlignModel, *, image_size: int, tokens: int, bos: int, eos: int, padding: int) -> ClipShape:
+def build_clip_shape(
+    model: AlignModel, *, image_size: int, vocab_size: int, bos: int, eos: int, padding: int
+) -> ClipShape:
     """Return the shape of the CLIP of a recipe for this image size and vocabulary."""
     shared = {"num_attention_heads": model.num_heads, "attention_dropout": model.dropout or 0.0, "hidden_act": "gelu"}
     config = {
@@ -49,7 +51,7 @@ def clip_shape(model: AlignModel, *, image_size: int, tokens: int, bos: int, eos
         "projection_dim": model.projection_size,
         "text_config": {
             "model_type": "clip_text_model",
-            "vocab_size": tokens,
+            "vocab_size": vocab_size,
             "hidden_size": model.text_hidden_size,
             "intermediate_size": 4 * model.text_hidden_size,
             "num_hidden_layers": model.text_num_layers,

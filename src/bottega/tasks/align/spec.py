@@ -12,7 +12,7 @@ SPEC = TaskSpec(
     reopen="bottega.tasks.align.workload:reopen_workload",
     prepare="bottega.data.prepare.media:prepare_media",
     unsupported_verbs={
-        "generate": "a CLIP does not generate; bottega train image model.condition=text model.text.from=RUN trains one that "
-        "does, and reads with it"
+        "generate": "a CLIP does not generate; bottega train image model.condition=text model.text.from=RUN trains a "
+        "generator that reads captions with it"
     },
 )

@@ -19,8 +19,8 @@ from bottega.core.task import Task
 from bottega.core.types import Batch, Loss, Models, Rows
 from bottega.models.clip.config import ClipShape
 
-CHUNK = 1024
-"""Images that are compared with all captions at once."""
+CHUNK_SIZE = 1024
+"""Number of images that are compared with all captions at once."""
 
 
 class Alignment(Task):
@@ -53,24 +53,24 @@ class Alignment(Task):
         # The first text of each row belongs to its image, the others do not.
         sign = torch.full_like(scores, -1.0)
         sign[:, 0] = 1.0
-        each = (F.softplus(-sign * scores) * counts).mean(1)
-        best = scores.detach()[:, 1:].masked_fill(~counts[:, 1:], -torch.inf).amax(1)
-        right = (scores.detach()[:, 0] > best).float()
+        row_losses = (F.softplus(-sign * scores) * counts).mean(1)
+        best_negative = scores.detach()[:, 1:].masked_fill(~counts[:, 1:], -torch.inf).amax(1)
+        is_correct = (scores.detach()[:, 0] > best_negative).float()
         return Loss(
-            terms={"loss": ((each * mask).sum(), 1.0)},
-            metrics={"accuracy": ((right * mask).sum(), mask.sum())},
+            terms={"loss": ((row_losses * mask).sum(), 1.0)},
+            metrics={"accuracy": ((is_correct * mask).sum(), mask.sum())},
             rows={
-                "picture": outputs.images.detach(),
-                "words": outputs.texts.detach(),
+                "image_embedding": outputs.images.detach(),
+                "text_embedding": outputs.texts.detach(),
                 "caption": batch["caption"][:, 0],
             },
         )
 
     def score(self, rows: Rows) -> dict[str, float]:
         """Return the fraction of images whose own caption scores highest among all distinct captions of the data."""
-        numbers, first = np.unique(rows["caption"], return_index=True)
-        words, hits = rows["words"][first], 0
-        for start in range(0, len(rows["picture"]), CHUNK):
-            best = (rows["picture"][start : start + CHUNK] @ words.T).argmax(1)
-            hits += int((numbers[best] == rows["caption"][start : start + CHUNK]).sum())
-        return {"caption_recall": hits / len(rows["picture"])}
+        caption_ids, first_rows = np.unique(rows["caption"], return_index=True)
+        text_embeddings, hits = rows["text_embedding"][first_rows], 0
+        for start in range(0, len(rows["image_embedding"]), CHUNK_SIZE):
+            best = (rows["image_embedding"][start : start + CHUNK_SIZE] @ text_embeddings.T).argmax(1)
+            hits += int((caption_ids[best] == rows["caption"][start : start + CHUNK_SIZE]).sum())
+        return {"caption_recall": hits / len(rows["image_embedding"])}

@@ -25,19 +25,19 @@ from bottega.data.text.clip_tokenizer import train_clip_tokenizer
 from bottega.data.text.negatives import ContrastiveRows
 from bottega.models.clip.config import ClipShape
 from bottega.models.clip.torch import Clip, export_clip, read_clip_shape
-from bottega.tasks.align.clip_folder import load_clip_tokens
-from bottega.tasks.align.config import AlignRecipe, clip_shape
+from bottega.tasks.align.clip_folder import load_clip_tokenizer
+from bottega.tasks.align.config import AlignRecipe, build_clip_shape
 from bottega.tasks.align.task import Alignment
 from bottega.tasks.base_model import find_base_folder
-from bottega.tasks.media_tables import MediaProcessor, MediaTables, media_data
+from bottega.tasks.media_tables import MediaProcessor, MediaTables, build_media_data
 from bottega.tasks.metadata import MetadataMissing, read_metadata
 from bottega.tasks.sampler import Sampler
 from bottega.tasks.table_data import TableData
 from bottega.tasks.workload import Workload
 
-METADATA_FILE, TOKENS = "align.json", "text"
+METADATA_FILE, TOKENIZER_FOLDER = "align.json", "text"
 MAX_CAPTIONS = 512
-"""Captions that a contact sheet chooses from, at most."""
+"""Largest number of captions that a contact sheet chooses from."""
 
 
 class AlignMetadata(BaseModel):
@@ -65,7 +65,10 @@ def open_workload(recipe: Recipe, *, progress: Callable[[str, int, int], None]) 
         raise DataError("data.train: all captions are equal, so there are no negatives; give each image its own")
     frame = load_image_encoder(prepared).bucket_shape(0)
     if base_folder is not None:
-        shape, tokens = read_clip_shape(base_folder, key="model.from"), load_clip_tokens(base_folder, key="model.from")
+        shape, tokens = (
+            read_clip_shape(base_folder, key="model.from"),
+            load_clip_tokenizer(base_folder, key="model.from"),
+        )
     else:
         model = checked.model
         folder = train_clip_tokenizer(tables, content=prepared.fingerprint, vocab_size=model.vocab_size)
@@ -78,7 +81,7 @@ def open_workload(recipe: Recipe, *, progress: Callable[[str, int, int], None]) 
 def reopen_workload(recipe: Recipe, processor: Path, fingerprint: str) -> AlignWorkload:
     """Return the workload of a finished run, from its saved processor."""
     checked, metadata = _check_recipe(recipe), _read_metadata(processor)
-    tokens = CaptionTokenizer(processor / TOKENS, metadata.shape.max_tokens)
+    tokens = CaptionTokenizer(processor / TOKENIZER_FOLDER, metadata.shape.max_tokens)
     return AlignWorkload(
         checked,
         metadata,
@@ -110,12 +113,12 @@ def _build_shape(recipe: AlignRecipe, frame: tuple[int, int, int], tokens: Capti
     if height % patch:
         raise UsageError(f"model.patch_size: {patch} does not divide the side of the images, {height}")
     tokenizer = tokens.tokenizer
-    before, _ = tokenizer.special_tokens_around
-    return clip_shape(
+    prefix_ids, _ = tokenizer.special_tokens_around
+    return build_clip_shape(
         recipe.model,
         image_size=height,
-        tokens=tokenizer.vocab_size,
-        bos=before[0],
+        vocab_size=tokenizer.vocab_size,
+        bos=prefix_ids[0],
         eos=tokenizer.eos_token_id,
         padding=tokenizer.pad_token_id,
     )
@@ -153,17 +156,17 @@ class AlignWorkload(Workload):
             classes=Classes(()),
             to_samples=lambda rows: ContrastiveRows(rows, rows.table, tokens, **negatives),
         )
-        self.data: TableData = media_data(
+        self.data: TableData = build_media_data(
             self.tables,
             prepared=prepared,
             expected_fingerprint=expected_fingerprint,
-            notes=lambda _: _overridden_sizes(recipe, metadata),
+            notes=lambda _: _note_overridden_sizes(recipe, metadata),
         )
-        self.processor = MediaProcessor(metadata, read=_read_saved, write_files=self._write_files)
+        self.processor = MediaProcessor(metadata, read=_read_complete_metadata, write_files=self._write_files)
         self.sampler = AlignSampler(recipe, self.tables, self.data, tokens)
 
     def _write_files(self, folder: Path) -> None:
-        self.tokens.save(folder / TOKENS)
+        self.tokens.save(folder / TOKENIZER_FOLDER)
         (folder / METADATA_FILE).write_text(self.metadata.model_dump_json(indent=1) + "\n")
 
     def export(self, models: Models, folder: Path) -> dict[str, Any]:
@@ -185,10 +188,10 @@ class AlignSampler(Sampler):
         self.recipe, self.tables, self.data, self.tokens = recipe, tables, data, tokens
 
     def sample(self, models: Models, folder: Path, *, device: Any) -> None:
-        """Write a contact sheet of validation images, or of training images where none are held out."""
+        """Write a contact sheet of validation images, or of training images if none are held out."""
         prepared = self.data.prepared
         name = "validation" if "validation" in prepared.tables else prepared.training_tables[0]
-        rows = self.tables.rows(prepared, name)
+        rows = self.tables.read_rows(prepared, name)
         texts = list(dict.fromkeys(read_captions(rows.table)))[:MAX_CAPTIONS]
         index = np.arange(min(self.recipe.samples.count, len(rows)))
         pixels = rows.rows(index, np.zeros_like(index))["image"]
@@ -204,7 +207,7 @@ class AlignSampler(Sampler):
         return model.logits(images, model.encode_texts(ids)).float().cpu().numpy()
 
 
-def _overridden_sizes(recipe: AlignRecipe, metadata: AlignMetadata) -> list[str]:
+def _note_overridden_sizes(recipe: AlignRecipe, metadata: AlignMetadata) -> list[str]:
     """Return a note on the sizes of the recipe that the CLIP it starts from overrides."""
     model, config = recipe.model, metadata.shape.config_dict
     if model.from_ is None:
@@ -217,15 +220,17 @@ def _overridden_sizes(recipe: AlignRecipe, metadata: AlignMetadata) -> list[str]
         "text_hidden_size": text.get("hidden_size"),
         "text_num_layers": text.get("num_hidden_layers"),
     }
-    other = [f"{key} {size}" for key, size in actual.items() if size is not None and size != getattr(model, key)]
-    return [f"model.from: its own sizes are used: {', '.join(other)}"] if other else []
+    overridden = [f"{key} {size}" for key, size in actual.items() if size is not None and size != getattr(model, key)]
+    return [f"model.from: its own sizes are used: {', '.join(overridden)}"] if overridden else []
 
 
-def _read_saved(folder: Path) -> AlignMetadata:
+def _read_complete_metadata(folder: Path) -> AlignMetadata:
     """Read the metadata of a saved processor whose tokenizer is there too."""
     metadata = _read_metadata(folder)
-    if not (folder / TOKENS / "tokenizer.json").is_file():
-        raise MetadataMissing(f"{folder / TOKENS} has no tokenizer; run the training command again to rewrite it")
+    if not (folder / TOKENIZER_FOLDER / "tokenizer.json").is_file():
+        raise MetadataMissing(
+            f"{folder / TOKENIZER_FOLDER} has no tokenizer; run the training command again to rewrite it"
+        )
     return metadata
 
 

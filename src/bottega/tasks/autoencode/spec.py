@@ -15,7 +15,7 @@ SPECS = (
         reopen="bottega.tasks.autoencode.vae_workload:reopen_workload",
         prepare="bottega.data.prepare.media:prepare_media",
         unsupported_verbs={
-            "generate": "an autoencoder does not generate; bottega train {input} model.vae=RUN trains one that does, in its "
+            "generate": "an autoencoder does not generate; bottega train {input} model.vae=RUN trains a generator of its "
             "latents"
         },
     ),
@@ -27,8 +27,8 @@ SPECS = (
         reopen="bottega.tasks.autoencode.tokens_workload:reopen_workload",
         prepare="bottega.data.prepare.media:prepare_media",
         unsupported_verbs={
-            "generate": "a tokenizer does not generate; a recipe with model.backbone tokens and this run as model.tokenizer "
-            "does"
+            "generate": "a tokenizer does not generate; train a generator of its codes with model.backbone=tokens "
+            "model.tokenizer=RUN"
         },
     ),
 )

@@ -12,7 +12,13 @@ from bottega.core.noise import Noise
 from bottega.core.task import Task
 from bottega.core.types import Batch, Loss, Models
 from bottega.models.autoencoder.config import CodesShape
-from bottega.tasks.autoencode.vae_task import Distance, add_psnr, example_mask, num_examples, reconstruction_errors
+from bottega.tasks.autoencode.vae_task import (
+    Distance,
+    add_psnr,
+    build_example_mask,
+    compute_reconstruction_errors,
+    count_examples,
+)
 
 
 class Codes(Task):
@@ -39,20 +45,22 @@ class Codes(Task):
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
         terms = ("loss",) if self.shape.levels is not None else ("loss", "codebook", "commitment")
-        return dict.fromkeys(terms, num_examples(batch, self.key))
+        return dict.fromkeys(terms, count_examples(batch, self.key))
 
     def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
         x = batch[self.key]
         reconstruction, _, codebook, commitment = models["model"](x)
-        mask = example_mask(batch, x)
-        terms = {"loss": ((reconstruction_errors(reconstruction, x, self.distance) * mask).sum(), 1.0)}
+        mask = build_example_mask(batch, x)
+        terms = {"loss": ((compute_reconstruction_errors(reconstruction, x, self.distance) * mask).sum(), 1.0)}
         if self.shape.levels is None:
             terms["codebook"] = ((codebook * mask).sum(), 1.0)
             terms["commitment"] = ((commitment * mask).sum(), self.commitment_weight)
         # The number of codes in use is not a sum over examples, so `measure_code_usage` counts it after an evaluation.
         return Loss(
             terms=terms,
-            metrics={"mse": ((reconstruction_errors(reconstruction.detach(), x, "l2") * mask).sum(), mask.sum())},
+            metrics={
+                "mse": ((compute_reconstruction_errors(reconstruction.detach(), x, "l2") * mask).sum(), mask.sum())
+            },
         )
 
     def summary(self, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -63,8 +71,8 @@ class Codes(Task):
 def measure_code_usage(codes: np.ndarray, num_codes: int) -> dict[str, float]:
     """Return the fraction of codes that a dataset uses, and the perplexity of their distribution (at most `num_codes`)."""
     frequencies = np.bincount(codes.reshape(-1), minlength=num_codes) / codes.size
-    present = frequencies[frequencies > 0]
+    used_frequencies = frequencies[frequencies > 0]
     return {
-        "codes_used": len(present) / num_codes,
-        "code_perplexity": float(np.exp(-(present * np.log(present)).sum())),
+        "codes_used": len(used_frequencies) / num_codes,
+        "code_perplexity": float(np.exp(-(used_frequencies * np.log(used_frequencies)).sum())),
     }

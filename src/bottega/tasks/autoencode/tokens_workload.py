@@ -1,6 +1,6 @@
 """The workload of tokenizers: autoencoders of images or audio whose latents are discrete codes.
 
-An exported tokenizer is what a generator with `model.backbone: tokens` predicts the codes of.
+A generator with `model.backbone: tokens` predicts the codes of an exported tokenizer.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from bottega.models.autoencoder.config import AutoencoderShape, CodesShape, stag
 from bottega.tasks.autoencode.tokens_config import AudioTokensRecipe, ImageTokensRecipe
 from bottega.tasks.autoencode.tokens_task import Codes, measure_code_usage
 from bottega.tasks.base_model import resolve_base_folder
-from bottega.tasks.media_tables import MediaProcessor, MediaTables, media_data
+from bottega.tasks.media_tables import MediaProcessor, MediaTables, build_media_data
 from bottega.tasks.metadata import read_metadata
 from bottega.tasks.sampler import Sampler
 from bottega.tasks.table_data import TableData
 from bottega.tasks.workload import Workload
 
-SHAPE = "codes.json"
-CHUNK = 256
+METADATA_FILE = "codes.json"
+CHUNK_SIZE = 256
 SHEET_COLUMNS = 8
 """Even, so that an image and its reconstruction are neighbours."""
 MEL_RANGE = 2.0
@@ -100,34 +100,36 @@ class TokensWorkload(Workload):
         self.recipe, self.metadata, self.shape, self.mel = recipe, metadata, metadata.shape, mel
         self.key: Literal["image", "mel"] = "image" if mel is None else "mel"
         self.unit = "images" if mel is None else "clips"
-        start = recipe.model.from_ if prepared is not None else None
+        base_model = recipe.model.from_ if prepared is not None else None
         self.task: Codes = Codes(
             key=self.key,
             shape=self.shape,
             distance=recipe.model.distance,
             commitment_weight=recipe.model.commitment_weight,
-            value_range=_value_range(recipe.data.normalise, self.shape.autoencoder.channels)
+            value_range=_compute_value_range(recipe.data.normalise, self.shape.autoencoder.channels)
             if mel is None
             else MEL_RANGE,
-            pretrained=str(_resolve_start(start, self.shape)) if start is not None else None,
+            pretrained=str(_resolve_base_folder(base_model, self.shape)) if base_model is not None else None,
         )
         frame = (*metadata.grid, self.shape.autoencoder.channels)
         self.tables = MediaTables(recipe, frame=frame, classes=Classes(()), mel=mel)
-        self.data: TableData = media_data(self.tables, prepared=prepared, expected_fingerprint=expected_fingerprint)
+        self.data: TableData = build_media_data(
+            self.tables, prepared=prepared, expected_fingerprint=expected_fingerprint
+        )
         self.processor = MediaProcessor(metadata, read=_read_metadata, write_files=self._write_metadata, mel=mel)
         self.sampler = TokensSampler(recipe, mel, self.data, key=self.key)
 
     def _write_metadata(self, folder: Path) -> None:
-        (folder / SHAPE).write_text(self.metadata.model_dump_json(indent=1) + "\n")
+        (folder / METADATA_FILE).write_text(self.metadata.model_dump_json(indent=1) + "\n")
 
     def summarise(self, metrics: dict[str, float]) -> dict[str, float]:
         return self.task.summary(metrics)
 
-    def code_usage(self, models: Models, source: Source, *, device: Any) -> dict[str, float]:
-        """Return how many of the codes a data set uses: not a mean over samples, so counted over all of them at once."""
+    def measure_code_usage(self, models: Models, source: Source, *, device: Any) -> dict[str, float]:
+        """Return how many of the codes a dataset uses; this is not a mean over samples, so all samples are counted at once."""
         codes = [
             models["model"].encode(torch.from_numpy(_read_chunk(source, first, self.key)).to(device)).cpu().numpy()
-            for first in range(0, len(source), CHUNK)
+            for first in range(0, len(source), CHUNK_SIZE)
         ]
         return measure_code_usage(np.concatenate(codes), self.shape.num_codes)
 
@@ -148,7 +150,7 @@ class TokensSampler(Sampler):
         self.recipe, self.mel, self.data, self.key = recipe, mel, data, key
 
     def sample(self, models: Models, folder: Path, *, device: Any) -> None:
-        """Write reconstructions of validation samples, or of training samples where none are held out."""
+        """Write reconstructions of validation samples, or of training samples if none are held out."""
         source = self.data.validation() or self.data.table(self.data.prepared.training_tables[0], is_training=False)
         x = _read_chunk(source, 0, self.key)[: self.recipe.samples.count]
         outputs = models["model"](torch.from_numpy(x).to(device))[0].float().cpu().numpy()
@@ -163,51 +165,53 @@ class TokensSampler(Sampler):
 
 
 def _read_chunk(source: Source, first: int, key: str) -> np.ndarray:
-    index = np.arange(first, min(first + CHUNK, len(source)))
+    index = np.arange(first, min(first + CHUNK_SIZE, len(source)))
     x: np.ndarray = source.rows(index, np.zeros_like(index))[key]
     return np.ascontiguousarray(x)
 
 
-def _value_range(mode: Any, channels: int) -> float:
-    """Return the difference of white and black as the model reads them."""
-    ends = np.zeros((2, 1, 1, channels), np.uint8)
-    ends[1] = 255
-    return float(np.ptp(normalise_pixels(ends, mode=mode), axis=0).mean())
+def _compute_value_range(mode: Any, channels: int) -> float:
+    """Return the difference between white and black as the model reads them."""
+    black_and_white = np.zeros((2, 1, 1, channels), np.uint8)
+    black_and_white[1] = 255
+    return float(np.ptp(normalise_pixels(black_and_white, mode=mode), axis=0).mean())
 
 
 def _build_shape(recipe: TokensRecipe, grid: list[int], channels: int) -> CodesShape:
     model = recipe.model
-    is_finite = model.quantiser == "fsq"
-    inner = AutoencoderShape(
+    is_fsq = model.quantiser == "fsq"
+    autoencoder = AutoencoderShape(
         dims=2,
         channels=channels,
-        latent_channels=len(model.levels) if is_finite else model.code_size,
+        latent_channels=len(model.levels) if is_fsq else model.code_size,
         widths=stage_widths(model.hidden_size, model.downsample),
         layers_per_block=model.layers_per_block,
     )
-    inner.latent_grid(grid)  # raises if a side cannot be halved that often
+    autoencoder.latent_grid(grid)  # raises if a side cannot be halved that often
     try:
         return CodesShape(
-            autoencoder=inner,
-            levels=model.levels if is_finite else None,
-            codebook_size=None if is_finite else model.codebook_size,
+            autoencoder=autoencoder,
+            levels=model.levels if is_fsq else None,
+            codebook_size=None if is_fsq else model.codebook_size,
         )
     except ValidationError as error:
         raise UsageError(f"model.{error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
 
 
 def _read_metadata(processor: Path) -> TokensMetadata:
-    return read_metadata(processor / SHAPE, TokensMetadata.model_validate_json)
+    return read_metadata(processor / METADATA_FILE, TokensMetadata.model_validate_json)
 
 
-def _resolve_start(name: str, shape: CodesShape) -> Path:
-    """Return the folder to start from; raises UsageError if its model has other sizes."""
+def _resolve_base_folder(name: str, shape: CodesShape) -> Path:
+    """Return the folder to start from; raise UsageError if its model has other sizes."""
     folder = resolve_base_folder(name)
     base = read_codes_config(folder)[0]
     if base != shape:
         pairs = zip(_flatten(shape).items(), _flatten(base).items(), strict=True)
         key, needed, actual = next((key, needed, actual) for (key, needed), (_, actual) in pairs if needed != actual)
-        raise UsageError(f"model.from: {name} has {key} {actual}, but this run needs {needed}")
+        raise UsageError(
+            f"model.from: {name} has {key} {actual}, but this run needs {needed}; give another model, or set the recipe to {key} {actual}"
+        )
     return folder
 
 

@@ -46,21 +46,21 @@ class Reconstruction(Task):
         return {"model": ModelSpec(architecture, self.shape, initial=initial, is_filled=True)}
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
-        return dict.fromkeys(("loss", "kl"), num_examples(batch, self.key))
+        return dict.fromkeys(("loss", "kl"), count_examples(batch, self.key))
 
     def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
         x = flatten_bands(batch[self.key], self.shape)
         noise = rng.normal("latent", self.shape.latent_shape(x.shape[1:-1]))
         reconstruction, mean, log_variance = models["model"](x, noise)
-        mask = example_mask(batch, x)
-        error = (reconstruction_errors(reconstruction, x, self.distance) * mask).sum()
+        mask = build_example_mask(batch, x)
+        error = (compute_reconstruction_errors(reconstruction, x, self.distance) * mask).sum()
         divergence = 0.5 * (mean.square() + log_variance.exp() - 1.0 - log_variance).flatten(1).sum(1)
         kl = (divergence / x[0].numel() * mask).sum()
-        squared = (reconstruction_errors(reconstruction.detach(), x, "l2") * mask).sum()
+        squared_error = (compute_reconstruction_errors(reconstruction.detach(), x, "l2") * mask).sum()
         size = mask.sum()
         return Loss(
             terms={"loss": (error, 1.0), "kl": (kl, self.kl_weight)},
-            metrics={"mse": (squared, size), "kl": (kl.detach(), size)},
+            metrics={"mse": (squared_error, size), "kl": (kl.detach(), size)},
         )
 
     def summary(self, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -73,19 +73,19 @@ def flatten_bands(x: Tensor, shape: AutoencoderShape) -> Tensor:
     return x.flatten(1 + shape.dims)
 
 
-def num_examples(batch: Batch, key: str) -> float:
+def count_examples(batch: Batch, key: str) -> float:
     """Return the number of examples of a host batch without padding rows."""
     return float((np.asarray(batch["weight"]) > 0).sum()) if "weight" in batch else float(len(batch[key]))
 
 
-def example_mask(batch: Batch, x: Tensor) -> Tensor:
+def build_example_mask(batch: Batch, x: Tensor) -> Tensor:
     """Return a mask, float32 (b,): 0 for padding rows, else 1."""
     if "weight" in batch:
         return (batch["weight"] > 0).float()
     return torch.ones(len(x), device=x.device)
 
 
-def reconstruction_errors(reconstruction: Tensor, x: Tensor, distance: Distance) -> Tensor:
+def compute_reconstruction_errors(reconstruction: Tensor, x: Tensor, distance: Distance) -> Tensor:
     """Return the mean absolute or squared error of each example, (b,)."""
     difference = reconstruction.float() - x.float()
     return (difference.abs() if distance == "l1" else difference.square()).flatten(1).mean(1)

@@ -31,19 +31,19 @@ from bottega.tasks.autoencode.config import AudioVaeRecipe, ImageVaeRecipe, VaeR
 from bottega.tasks.autoencode.vae_task import Reconstruction
 from bottega.tasks.generation.latent_space import resolve_autoencoder_folder
 from bottega.tasks.generation.latents import encode_moments, reconstruct
-from bottega.tasks.media_tables import MediaProcessor, MediaTables, media_data
+from bottega.tasks.media_tables import MediaProcessor, MediaTables, build_media_data
 from bottega.tasks.metadata import read_metadata
 from bottega.tasks.sampler import Sampler
 from bottega.tasks.table_data import TableData
 from bottega.tasks.workload import Workload
 
 METADATA_FILE = "autoencoder.json"
-MEASURED, CHUNK = 512, 32
-"""Samples that the scale of the latents is measured on, and how many of them are encoded at once."""
-PAIRS = 4
-"""Originals beside their reconstructions in a row of the contact sheet."""
+NUM_SCALE_SAMPLES, CHUNK_SIZE = 512, 32
+"""Number of samples that the scale of the latents is measured on, and how many of them are encoded at once."""
+PAIRS_PER_ROW = 4
+"""Pairs of an original and its reconstruction in a row of the contact sheet."""
 MediaVaeRecipe = ImageVaeRecipe | AudioVaeRecipe | VideoVaeRecipe
-KEYS: dict[str, Literal["image", "mel", "video"]] = {"image": "image", "audio": "mel", "video": "video"}
+BATCH_KEYS: dict[str, Literal["image", "mel", "video"]] = {"image": "image", "audio": "mel", "video": "video"}
 UNITS = {"image": "images", "audio": "clips", "video": "clips"}
 
 
@@ -67,7 +67,7 @@ def open_workload(recipe: Recipe, *, progress: Callable[[str, int, int], None]) 
     )
     mel = _fit_mel(checked, prepared) if isinstance(checked, AudioVaeRecipe) else None
     return VaeWorkload(
-        checked, _measure(checked, prepared, mel, base_folder), mel, prepared=prepared, base_folder=base_folder
+        checked, _build_metadata(checked, prepared, mel, base_folder), mel, prepared=prepared, base_folder=base_folder
     )
 
 
@@ -114,7 +114,7 @@ class VaeWorkload(Workload):
     ) -> None:
         """Take either prepared data, or the fingerprint that the data of a finished run must have."""
         self.recipe, self.metadata, self.mel = recipe, metadata, mel
-        self.unit, self.key = UNITS[recipe.data.input], KEYS[recipe.data.input]
+        self.unit, self.key = UNITS[recipe.data.input], BATCH_KEYS[recipe.data.input]
         # Pixels are from -1 to 1; spectrograms are unbounded, with most values in that range.
         self.task: Reconstruction = Reconstruction(
             key=self.key,
@@ -126,7 +126,9 @@ class VaeWorkload(Workload):
         )
         frame = (*metadata.grid[-2:], metadata.shape.channels)
         self.tables = MediaTables(recipe, frame=frame, classes=Classes(()), mel=mel)
-        self.data: TableData = media_data(self.tables, prepared=prepared, expected_fingerprint=expected_fingerprint)
+        self.data: TableData = build_media_data(
+            self.tables, prepared=prepared, expected_fingerprint=expected_fingerprint
+        )
         self.processor = MediaProcessor(metadata, read=_read_metadata, write_files=self._write_metadata, mel=mel)
         self.sampler = VaeSampler(recipe, metadata, self.tables, self.data, key=self.key)
 
@@ -137,8 +139,8 @@ class VaeWorkload(Workload):
         (folder / METADATA_FILE).write_text(self.metadata.model_dump_json(indent=1) + "\n")
 
     def export(self, models: Models, folder: Path) -> dict[str, Any]:
-        """Write an AutoencoderKL of diffusers for images; audio and video have the same layout without a class there."""
-        scale = _latent_scale(models["model"], self.data.training_samples(), self.key)
+        """Write an AutoencoderKL of diffusers for images; audio and video have the same layout, for which diffusers has no class."""
+        scale = _compute_latent_scale(models["model"], self.data.training_samples(), self.key)
         shape = self.metadata.shape.model_copy(update={"scaling_factor": scale})
         export_autoencoder(models["model"].state_dict(), shape, folder, sample_size=self.metadata.grid[-1])
         if self.mel is not None:
@@ -156,15 +158,15 @@ class VaeSampler(Sampler):
         self.recipe, self.metadata, self.tables, self.data, self.key = recipe, metadata, tables, data, key
 
     def sample(self, models: Models, folder: Path, *, device: Any) -> None:
-        """Write reconstructions of validation samples, or of training samples where none are held out."""
+        """Write reconstructions of validation samples, or of training samples if none are held out."""
         prepared, mel = self.data.prepared, self.tables.mel
         name = "validation" if "validation" in prepared.tables else prepared.training_tables[0]
-        rows = self.data.limit(name, self.tables.rows(prepared, name))
+        rows = self.data.limit(name, self.tables.read_rows(prepared, name))
         samples = self.data.limit(name, self.data.table(name, is_training=False))
         index = np.arange(min(self.recipe.samples.count, len(rows)))
         values = samples.rows(index, np.zeros_like(index))[self.key]
         outputs = reconstruct(models["model"], torch.from_numpy(values).to(device)).cpu().numpy()
-        captions = [f"{number:02d}{which}" for number in index for which in ("", " back")]
+        captions = [f"{number:02d}{suffix}" for number in index for suffix in ("", " back")]
         if mel is not None:
             originals = rows.rows(index, np.zeros_like(index))["audio"]
             audio = mel.decode(outputs.reshape(len(outputs), *mel.shape))
@@ -172,31 +174,31 @@ class VaeSampler(Sampler):
             return
         pixels = _interleave(*(denormalise_pixels(x, mode="symmetric") for x in (values, outputs)))
         if self.metadata.fps is not None:
-            write_videos(pixels, self.metadata.fps, folder, captions=captions, columns=2 * PAIRS)
+            write_videos(pixels, self.metadata.fps, folder, captions=captions, columns=2 * PAIRS_PER_ROW)
         else:
-            write_images(pixels, folder, captions=captions, columns=2 * PAIRS)
+            write_images(pixels, folder, captions=captions, columns=2 * PAIRS_PER_ROW)
 
 
-def _latent_scale(model: Autoencoder, source: Source, key: str) -> float:
+def _compute_latent_scale(model: Autoencoder, source: Source, key: str) -> float:
     """Return the factor that makes the mean square of latents 1, as the scaling factor of diffusers.
 
-    Over up to 512 training samples, evenly spaced, with the variance of their draws by formula. No shift, which the stock
-    pipelines of diffusers would not undo.
+    It is measured on up to 512 evenly spaced training samples; the variance of the sampled latents is computed by formula.
+    Latents are not shifted, because the stock pipelines of diffusers would not undo a shift.
     """
-    indices = np.unique(np.linspace(0, len(source) - 1, min(MEASURED, len(source))).astype(np.int64))
-    device, number, squares = next(model.parameters()).device, 0, 0.0
-    for first in range(0, len(indices), CHUNK):
-        index = indices[first : first + CHUNK]
+    indices = np.unique(np.linspace(0, len(source) - 1, min(NUM_SCALE_SAMPLES, len(source))).astype(np.int64))
+    device, num_values, sum_of_squares = next(model.parameters()).device, 0, 0.0
+    for first in range(0, len(indices), CHUNK_SIZE):
+        index = indices[first : first + CHUNK_SIZE]
         values = source.rows(index, np.zeros_like(index))[key]
         mean, log_variance = encode_moments(model, torch.from_numpy(values).to(device)).double().chunk(2, dim=-1)
-        number += mean.numel()
-        squares += float((mean.square() + log_variance.exp()).sum())
-    # Six digits, so that a CPU that adds in another order measures the same.
-    return float(f"{(number / max(squares, 1e-12)) ** 0.5:.6g}")
+        num_values += mean.numel()
+        sum_of_squares += float((mean.square() + log_variance.exp()).sum())
+    # Six digits, so that a CPU that sums in another order gives the same result.
+    return float(f"{(num_values / max(sum_of_squares, 1e-12)) ** 0.5:.6g}")
 
 
 def _interleave(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Return (n, ...) and (n, ...) as (2 n, ...): one of the first, one of the second, and so on."""
+    """Interleave two arrays (n, ...) to (2 n, ...): one row of the first, one of the second, and so on."""
     return np.stack([first, second], axis=1).reshape(-1, *first.shape[1:])
 
 
@@ -208,10 +210,10 @@ def _fit_mel(recipe: AudioVaeRecipe, prepared: PreparedData) -> MelProcessor:
     return fit_mel_processor(recipe, prepared, multiple=2 * factor)
 
 
-def _measure(
+def _build_metadata(
     recipe: MediaVaeRecipe, prepared: PreparedData, mel: MelProcessor | None, base_folder: Path | None
 ) -> VaeMetadata:
-    model, fps, more = recipe.model, None, dict[str, Any]()
+    model, fps, shape_options = recipe.model, None, dict[str, Any]()
     if isinstance(recipe, AudioVaeRecipe):
         assert mel is not None
         frames, bands, channels = mel.shape
@@ -222,7 +224,7 @@ def _measure(
         name = prepared.training_tables[0]
         height, width, channels = prepared.table(name).columns["video"].shape
         grid = (recipe.data.num_frames, height, width)
-        more = {"causal_time": True, "temporal_downsample": recipe.model.temporal_downsample}
+        shape_options = {"causal_time": True, "temporal_downsample": recipe.model.temporal_downsample}
         rows = open_media_source(recipe, prepared, name, is_training=False)
         assert isinstance(rows, VideoRows)
         fps = rows.fps
@@ -232,7 +234,7 @@ def _measure(
     if base_folder is not None:
         # Sizes that the recipe has no key for are those of the weights.
         base = read_autoencoder_shape(base_folder)
-        more |= {name: getattr(base, name) for name in ("norm_groups", "mid_attention", "quant_conv")}
+        shape_options |= {name: getattr(base, name) for name in ("norm_groups", "mid_attention", "quant_conv")}
     try:
         shape = AutoencoderShape(
             dims=len(grid),
@@ -240,7 +242,7 @@ def _measure(
             latent_channels=model.latent_channels,
             widths=stage_widths(model.hidden_size, model.downsample),
             layers_per_block=model.layers_per_block,
-            **more,
+            **shape_options,
         )
     except ValidationError as error:
         raise UsageError(f"model: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from None

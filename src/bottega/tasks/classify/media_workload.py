@@ -44,17 +44,17 @@ from bottega.tasks.classify.config import (
 from bottega.tasks.classify.objective import Objective, includes_unseen_classes
 from bottega.tasks.classify.predict import predict_media
 from bottega.tasks.classify.task import Classification
-from bottega.tasks.media_tables import MediaProcessor, MediaTables, media_data
+from bottega.tasks.media_tables import MediaProcessor, MediaTables, build_media_data
 from bottega.tasks.metadata import read_metadata
 from bottega.tasks.sampler import NoSampler, Sampler
 from bottega.tasks.table_data import TableData
-from bottega.tasks.workload import Predictor, Workload, headline_metrics
+from bottega.tasks.workload import Predictor, Workload, choose_headline_metrics
 
-CLASSES, SHAPE, CONFIG, RASTER_FILE = "classes.json", "shape.json", "config.json", "sheet.png"
+CLASSES_FILE, SHAPE_FILE, CONFIG_FILE, RASTER_FILE = "classes.json", "shape.json", "config.json", "sheet.png"
 MODEL_TYPE, SPIKING_TYPE = "bottega-convnet", "bottega-spiking"
 MediaRecipe = ImageClassifyRecipe | AudioClassifyRecipe | VideoClassifyRecipe
 Shape = ConvNetShape | SpikingNetShape
-SHAPES: TypeAdapter[Shape] = TypeAdapter(Shape)
+SHAPE_ADAPTER: TypeAdapter[Shape] = TypeAdapter(Shape)
 
 
 def open_workload(recipe: Recipe, *, progress: Callable[[str, int, int], None]) -> Workload:
@@ -67,15 +67,15 @@ def open_workload(recipe: Recipe, *, progress: Callable[[str, int, int], None]) 
     if len(classes) < 2:
         description = f"only the class {classes.names[0]}" if len(classes) else "no classes"
         raise DataError(
-            f"data.train: has {description}; a classifier needs two or more: set data.condition_field to the field with the classes"
+            f"data.train has {description}; a classifier needs two or more; set data.condition_field to the field with the classes"
         )
     classes = find_training_classes(prepared, include_held_out=includes_unseen_classes(checked))
     mel = fit_mel_processor(checked, prepared) if isinstance(checked, AudioClassifyRecipe) else None
 
-    def labels() -> np.ndarray:
+    def read_labels() -> np.ndarray:
         return np.concatenate([encode_labels(prepared.table(name), classes) for name in prepared.training_tables])
 
-    objective = Objective.from_options(checked.loss, labels, classes.names)
+    objective = Objective.from_options(checked.loss, read_labels, classes.names)
     shape = _resolve_shape(checked, prepared, len(classes), mel)
     return MediaClassifyWorkload(checked, shape, classes, mel, objective, prepared=prepared)
 
@@ -126,7 +126,7 @@ class MediaClassifyWorkload(Workload):
             shape=shape,
             label_smoothing=recipe.training.label_smoothing,
             **objective.task_fields,
-            **_firing_rate_fields(recipe),
+            **_get_firing_rate_fields(recipe),
             pretrained=str(_check_base_model(base_folder, shape)) if base_folder is not None else None,
         )
         self.metrics = (*text_classify.SINGLE_LABEL_METRICS, *(("objective",) if self.task.has_modified_loss else ()))
@@ -139,7 +139,7 @@ class MediaClassifyWorkload(Workload):
             )
 
         self.tables = MediaTables(recipe, frame=(*shape.grid[-2:], shape.channels), classes=classes, mel=mel)
-        self.data = media_data(
+        self.data = build_media_data(
             self.tables,
             prepared=prepared,
             expected_fingerprint=expected_fingerprint,
@@ -158,11 +158,11 @@ class MediaClassifyWorkload(Workload):
     @property
     def headline(self) -> tuple[str, ...] | None:
         is_spiking = isinstance(self.shape, SpikingNetShape)
-        return headline_metrics(self.recipe, "loss", "accuracy", "firing_rate", "dead") if is_spiking else None
+        return choose_headline_metrics(self.recipe, "loss", "accuracy", "firing_rate", "dead") if is_spiking else None
 
     def _write_files(self, folder: Path) -> None:
-        (folder / CLASSES).write_text(json.dumps(self.classes.names, indent=1) + "\n")
-        (folder / SHAPE).write_text(self.shape.model_dump_json(indent=1) + "\n")
+        (folder / CLASSES_FILE).write_text(json.dumps(self.classes.names, indent=1) + "\n")
+        (folder / SHAPE_FILE).write_text(self.shape.model_dump_json(indent=1) + "\n")
         self.objective.save(folder)
 
     @torch.no_grad()
@@ -177,14 +177,14 @@ class MediaClassifyWorkload(Workload):
         model, rank = models["model"], 2 if self.mel is not None else len(self.shape.grid) + 2
         expected = (*self.shape.grid, self.shape.channels)
         if samples.ndim != rank or (self.mel is None and samples.shape[1:] != expected):
-            form = "(n, samples)" if self.mel is not None else str(("n", *expected)).replace("'", "")
-            raise UsageError(f"this classifier reads {self.recipe.data.input} of shape {form}, not {samples.shape}")
+            expected_shape = "(n, samples)" if self.mel is not None else str(("n", *expected)).replace("'", "")
+            raise UsageError(f"expected {self.recipe.data.input} of shape {expected_shape}; got {samples.shape}")
         was_training, probabilities, features = model.training, [], []
         model.eval()
         try:
             for first in range(0, len(samples), batch_size):
-                part = samples[first : first + batch_size]
-                x = np.ascontiguousarray(part if self.mel is None else self.mel.encode(part), np.float32)
+                chunk = samples[first : first + batch_size]
+                x = np.ascontiguousarray(chunk if self.mel is None else self.mel.encode(chunk), np.float32)
                 hidden = model.features(torch.from_numpy(x).to(device))
                 probabilities.append(model.head(hidden).float().softmax(dim=1).cpu().numpy())
                 features.append(hidden.float().cpu().numpy())
@@ -198,8 +198,8 @@ class MediaClassifyWorkload(Workload):
         self, models: Models, external: ExternalData, *, device: Any, batch_size: int = 64
     ) -> tuple[list[str], np.ndarray]:
         """Return the names of external samples, which need no label, and their class probabilities, float32 (n, classes)."""
-        rows = self.tables.unlabelled_rows(external)
-        source = self.tables.samples(rows)
+        rows = self.tables.read_unlabelled_rows(external)
+        source = self.tables.convert_rows(rows)
         probabilities = [np.zeros((0, len(self.classes)), np.float32)]
         for first in range(0, len(source), batch_size):
             index = np.arange(first, min(first + batch_size, len(source)))
@@ -221,7 +221,7 @@ class MediaClassifyWorkload(Workload):
             "normalise": self.recipe.data.normalise,
             "mel": self.mel.model_dump() if self.mel is not None else None,
         }
-        (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
+        (folder / CONFIG_FILE).write_text(json.dumps(config, indent=1) + "\n")
         state = {name: tensor.detach().contiguous().cpu() for name, tensor in models["model"].state_dict().items()}
         save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
         return {"library_name": "bottega", "pipeline_tag": f"{self.recipe.data.input}-classification"}
@@ -235,11 +235,11 @@ class SpikeSampler(Sampler):
         self.recipe, self.classes, self.data = recipe, classes, data
 
     def sample(self, models: Models, folder: Path, *, device: Any) -> None:
-        """Write a raster plot of validation samples, or of training samples where none are held out."""
+        """Write a raster plot of validation samples, or of training samples if none are held out."""
         held_out = self.data.validation()
         source = held_out if held_out is not None else self.data.training()
-        first = np.arange(min(self.recipe.samples.count, len(source)))
-        rows = source.rows(first, np.zeros_like(first))
+        index = np.arange(min(self.recipe.samples.count, len(source)))
+        rows = source.rows(index, np.zeros_like(index))
         write_raster(models["model"], rows, self.classes, folder, device=device)
 
 
@@ -252,20 +252,20 @@ def _resolve_shape(recipe: MediaRecipe, prepared: PreparedData, num_labels: int,
     else:
         *grid, channels = load_image_encoder(prepared).bucket_shape(0)
     model = recipe.model
-    own = {"dropout": model.dropout} if model.dropout is not None else {}
-    sizes: dict[str, Any] = {"hidden_size": model.hidden_size, "num_layers": model.num_layers, **own}
+    dropout = {"dropout": model.dropout} if model.dropout is not None else {}
+    sizes: dict[str, Any] = {"hidden_size": model.hidden_size, "num_layers": model.num_layers, **dropout}
     sizes |= {"grid": tuple(grid), "channels": channels, "num_labels": num_labels}
     if not isinstance(model, ImageClassifier) or model.kind != "spiking":
         return ConvNetShape(**sizes)
     options = {key: value for key in SPIKING_KEYS if (value := getattr(model, key)) is not None}
-    renamed = {"threshold": options.pop("spike_threshold")} if "spike_threshold" in options else {}
-    neuron = SpikingShape(**{key: options[key] for key in SpikingShape.model_fields if key in options}, **renamed)
+    threshold = {"threshold": options.pop("spike_threshold")} if "spike_threshold" in options else {}
+    neuron = SpikingShape(**{key: options[key] for key in SpikingShape.model_fields if key in options}, **threshold)
     coding = {"coding": model.coding} if model.coding is not None else {}
     lowest = -1.0 if recipe.data.normalise == "symmetric" else 0.0
     return SpikingNetShape(**sizes, **coding, lowest=lowest, neuron=neuron)
 
 
-def _firing_rate_fields(recipe: MediaRecipe) -> dict[str, float]:
+def _get_firing_rate_fields(recipe: MediaRecipe) -> dict[str, float]:
     """Return the fields of a `Classification` that set the target firing rate."""
     keys = ("firing_rate", "firing_rate_weight")
     return {key: value for key in keys if (value := getattr(recipe.model, key, None)) is not None}
@@ -274,8 +274,8 @@ def _firing_rate_fields(recipe: MediaRecipe) -> dict[str, float]:
 def _check_base_model(folder: Path, shape: Shape) -> Path:
     """Return the folder of the weights to start from; raise UsageError if its network differs from `shape`."""
     try:
-        config = json.loads((folder / CONFIG).read_bytes())
-        base = SHAPES.validate_python(config["shape"])
+        config = json.loads((folder / CONFIG_FILE).read_bytes())
+        base = SHAPE_ADAPTER.validate_python(config["shape"])
     except (OSError, ValueError, KeyError, TypeError):
         raise UsageError(
             f"model.from: {folder} is not an exported classifier of images, audio or video; give one, or remove it"
@@ -293,11 +293,11 @@ def _check_base_model(folder: Path, shape: Shape) -> Path:
 
 
 def _read_shape(processor: Path) -> Shape:
-    return read_metadata(processor / SHAPE, SHAPES.validate_json)
+    return read_metadata(processor / SHAPE_FILE, SHAPE_ADAPTER.validate_json)
 
 
 def _read_classes(processor: Path) -> Classes:
-    return read_metadata(processor / CLASSES, lambda raw: Classes(tuple(map(str, json.loads(raw)))))
+    return read_metadata(processor / CLASSES_FILE, lambda raw: Classes(tuple(map(str, json.loads(raw)))))
 
 
 def write_raster(model: SpikingNet, batch: Batch, classes: Classes, folder: Path, *, device: Any) -> None:

@@ -44,14 +44,14 @@ class Objective(BaseModel):
 
     @classmethod
     def from_options(
-        cls, loss: LossOptions | None, labels: Callable[[], np.ndarray], classes: tuple[str, ...]
+        cls, loss: LossOptions | None, read_labels: Callable[[], np.ndarray], classes: tuple[str, ...]
     ) -> Objective:
         """Build the objective; `labels` returns the labels of all training samples and is called for balanced weights."""
         if loss is None:
             return cls()
         weights = loss.class_weights
         if weights == "balanced":
-            weights = compute_balanced_weights(labels(), len(classes))
+            weights = compute_balanced_weights(read_labels(), len(classes))
         elif isinstance(weights, dict):
             weights = _order_by_class(weights, classes)
         return cls(objective=loss.name, gamma=loss.gamma, class_weights=weights)

@@ -20,20 +20,22 @@ if TYPE_CHECKING:
 
 THRESHOLD = 0.5
 """Multi-label: the probability from which a label is predicted."""
-KINDS = {"image": "images", "audio": "audio", "video": "video"}
+SOURCE_KINDS = {"image": "images", "audio": "audio", "video": "video"}
 
 
 def predict_texts(
-    workload: TextClassifyWorkload, models: Models, new: NewSamples, *, device: Any
+    workload: TextClassifyWorkload, models: Models, new_samples: NewSamples, *, device: Any
 ) -> list[dict[str, Any]]:
     """Return the predicted class or classes of each text; an empty text has none."""
-    texts = _read_texts(workload, new)
+    texts = _read_texts(workload, new_samples)
     if not any(text.strip() for text in texts):
         raise DataError("there is no text to classify; give texts, a file with --data, or lines on standard input")
     probabilities = workload.predict(models, texts, device=device)
-    truncated, limit = workload.count_truncated(texts)
-    if truncated:
-        print_notice(f"{truncated:,} of {len(texts):,} texts are truncated to {limit} tokens, the maximum of this run")
+    num_truncated, limit = workload.count_truncated(texts)
+    if num_truncated:
+        print_notice(
+            f"{num_truncated:,} of {len(texts):,} texts are truncated to {limit} tokens, the maximum of this run"
+        )
     names = workload.classes.names
     rows: list[dict[str, Any]] = []
     for text, row in zip(texts, probabilities.tolist(), strict=True):
@@ -41,41 +43,47 @@ def predict_texts(
             rows.append({"text": text, "predicted": None, "probability": None, "probabilities": None})
         elif workload.recipe.data.multi_label:
             by_name = dict(zip(names, row, strict=True))
-            chosen = [name for name, probability in by_name.items() if probability >= THRESHOLD]
-            rows.append({"text": text, "predicted": chosen, "probability": by_name, "probabilities": by_name})
+            predicted = [name for name, probability in by_name.items() if probability >= THRESHOLD]
+            rows.append({"text": text, "predicted": predicted, "probability": by_name, "probabilities": by_name})
         else:
             rows.append({"text": text, **predict_class(names, row)})
     return rows
 
 
-def _read_texts(workload: TextClassifyWorkload, new: NewSamples) -> Sequence[str]:
-    if new.data is not None:
-        return read_texts(new.data, workload.recipe.data.train)
-    return new.inputs if new.inputs or new.standard_input is None else read_lines(new.standard_input)
+def _read_texts(workload: TextClassifyWorkload, new_samples: NewSamples) -> Sequence[str]:
+    if new_samples.data is not None:
+        return read_texts(new_samples.data, workload.recipe.data.train)
+    return (
+        new_samples.inputs
+        if new_samples.inputs or new_samples.standard_input is None
+        else read_lines(new_samples.standard_input)
+    )
 
 
 def predict_media(
-    workload: MediaClassifyWorkload, models: Models, new: NewSamples, *, device: Any
+    workload: MediaClassifyWorkload, models: Models, new_samples: NewSamples, *, device: Any
 ) -> list[dict[str, Any]]:
     """Return the predicted class of each image, audio clip or video in files and folders."""
     medium = workload.recipe.data.input
-    if not new.paths:
+    if not new_samples.paths:
         raise UsageError(f"this run classifies {medium}; give files or folders: bottega predict RUN PATH")
-    for path in filter(is_missing, new.paths):
+    for path in filter(is_missing, new_samples.paths):
         raise UsageError(f"{path} does not exist; this run classifies {medium}: give files or folders")
-    keys, probabilities = workload.predict(models, ExternalData(_media_source(new.paths, medium)), device=device)
+    keys, probabilities = workload.predict(
+        models, ExternalData(_build_media_source(new_samples.paths, medium)), device=device
+    )
     names = workload.classes.names
     return [{"file": key, **predict_class(names, row)} for key, row in zip(keys, probabilities.tolist(), strict=True)]
 
 
-def _media_source(paths: list[str], medium: str) -> Source:
-    """Return the paths as a source; of folders it reads only the files of the medium."""
+def _build_media_source(paths: list[str], medium: str) -> Source:
+    """Return the paths as a source; in folders, only files of the medium are read."""
     source = Source.model_validate({"path": paths})
     if not any(Path(path).expanduser().is_dir() for path in paths):
         return source
     try:
-        chosen = Source.model_validate({"path": paths, "kind": KINDS[medium]})
-        find_files(chosen)
+        media_only = Source.model_validate({"path": paths, "kind": SOURCE_KINDS[medium]})
+        find_files(media_only)
     except DataError:
         return source  # archives, tables or arrays
-    return chosen
+    return media_only

@@ -35,8 +35,8 @@ from bottega.tasks.classify.config import ClassifyData
 from bottega.tasks.language.prepare import (
     BYTE_LENGTHS,
     CHARACTERS_PER_CALL,
+    build_tokenizer_cache_key,
     load_pretrained_tokenizer,
-    tokenizer_cache_key,
 )
 
 # Raise it when the same texts would give other tables.
@@ -69,31 +69,33 @@ def prepare_classify(
         raise UsageError(
             "labels: texts with several classes cannot be filtered by class; remove it, or give separate files"
         )
-    changes = data.augmentation if data.augmentation is not None and data.augmentation.enabled else None
+    augmentation = data.augmentation if data.augmentation is not None and data.augmentation.enabled else None
     # The copies depend on the thesaurus, so it is part of the cache key.
-    thesaurus = synonyms.find_synonym_source() if changes and "synonym_replacement" in changes.techniques else None
+    thesaurus = (
+        synonyms.find_synonym_source() if augmentation and "synonym_replacement" in augmentation.techniques else None
+    )
     reader = LabelReader(data.label_field, data.label_separator if data.multi_label else None)
     pretrained = load_pretrained_tokenizer(spec)
     _check_length(data, spec, pretrained)
 
-    def encoder(texts: PlannedTexts, folder: Path, progress: ProgressCallback) -> LabelledEncoder:
+    def build_encoder(texts: PlannedTexts, folder: Path, progress: ProgressCallback) -> LabelledEncoder:
         tokenizer = load_or_train_tokenizer(spec, pretrained, texts, folder / "tokenizer", progress)
         tokenizer.byte_lengths.astype("<i4").tofile(folder / BYTE_LENGTHS)
-        checks = LabelChecks(texts.plan.tables, _stratified_folds(data.split), num_classes)
-        return LabelledEncoder(folder / "tokenizer", tokenizer.dtype.str, reader, changes, seed, checks, notes)
+        checks = LabelChecks(texts.plan.tables, _count_stratified_folds(data.split), num_classes)
+        return LabelledEncoder(folder / "tokenizer", tokenizer.dtype.str, reader, augmentation, seed, checks, notes)
 
     vocabulary = (spec.vocab_size, spec.min_frequency) if spec.kind == "words" else None
     # The maximum length belongs to the model, so the tokenizer's fingerprint does not cover it.
-    longest = pretrained.model_max_length if pretrained is not None else None
-    options = (*tokenizer_cache_key(spec, pretrained), changes, thesaurus, seed if changes else None)
+    max_length = pretrained.model_max_length if pretrained is not None else None
+    options = (*build_tokenizer_cache_key(spec, pretrained), augmentation, thesaurus, seed if augmentation else None)
     plan = PreparationPlan(
         task="classify",
         inputs=inputs,
         split_fractions=fractions,
         data=data,
         rules=Rules.for_text(data, label=data.label_field, class_names=data.class_name_by_number),
-        build_encoder=encoder,
-        options=(*options, FORMAT, reader, vocabulary, longest),
+        build_encoder=build_encoder,
+        options=(*options, FORMAT, reader, vocabulary, max_length),
         label_field=data.label_field,
         # A label is then a list, so the encoder finds the classes.
         needs_classes=not data.multi_label,
@@ -140,14 +142,14 @@ def _check_prepared(prepared: PreparedData, data: ClassifyData, spec: TokenizerS
 
 
 def _check_length(data: ClassifyData, spec: TokenizerSpec, pretrained: Tokenizer | None) -> None:
-    longest = pretrained.model_max_length if pretrained is not None else None
-    if longest is not None and data.sequence_length is not None and data.sequence_length > longest:
+    max_length = pretrained.model_max_length if pretrained is not None else None
+    if max_length is not None and data.sequence_length is not None and data.sequence_length > max_length:
         raise UsageError(
-            f"data.sequence_length: {data.sequence_length} exceeds the {longest} tokens that {spec.path} can read; lower it"
+            f"data.sequence_length: {data.sequence_length} exceeds the {max_length} tokens that {spec.path} can read; lower it"
         )
 
 
-def _stratified_folds(split: Splitting | None) -> int | None:
+def _count_stratified_folds(split: Splitting | None) -> int | None:
     return split.folds if split is not None and split.by == "stratified" else None
 
 
@@ -162,18 +164,18 @@ class LabelChecks:
 
     def check_label_types(self, folder: Path) -> None:
         """Raise a DataError if some labels are numbers and others words, which usually means a wrong column."""
-        first: dict[int, str] = {}
+        first_labels: dict[int, str] = {}
         for table in (Table(folder / name) for name in self.tables):
-            for form in {NUMBER, WORD} - first.keys():
+            for form in {NUMBER, WORD} - first_labels.keys():
                 rows = np.flatnonzero(table.values("form") & ~np.uint8(STRIPPED_FLAG) == form)
                 if len(rows):
-                    first[form] = f"{table.row('label', int(rows[0]))} at {table.row('key', int(rows[0]))}"
-        if len(first) == 2:
+                    first_labels[form] = f"{table.row('label', int(rows[0]))} at {table.row('key', int(rows[0]))}"
+        if len(first_labels) == 2:
             raise DataError(
-                f"some labels are numbers and others words: {first[NUMBER]}, {first[WORD]}; use one form for all labels"
+                f"some labels are numbers and others words: {first_labels[NUMBER]}, {first_labels[WORD]}; use one form for all labels"
             )
 
-    def whitespace_notes(self, folder: Path) -> list[str]:
+    def describe_stripped_labels(self, folder: Path) -> list[str]:
         """Return a note if labels were stripped of extra spaces."""
         count, first = 0, None
         for table in (Table(folder / name) for name in self.tables):
@@ -197,9 +199,9 @@ class LabelChecks:
         for name in self.tables:
             if name.startswith("train") or name == "validation":
                 table = Table(folder / name)
-                own = (table.values("form") != COPY).tolist()
+                is_original = (table.values("form") != COPY).tolist()
                 counts.update(
-                    label for label, is_own in zip(read_text_column(table, "label"), own, strict=True) if is_own
+                    label for label, is_own in zip(read_text_column(table, "label"), is_original, strict=True) if is_own
                 )
         rarest = min(counts, key=lambda name: (counts[name], name))
         if counts[rarest] < self.folds:
@@ -210,14 +212,14 @@ class LabelChecks:
 
     def find_label_names(self, folder: Path) -> list[str]:
         """Return the class names of multi-label texts."""
-        first_of: dict[str, str] = {}
+        first_keys: dict[str, str] = {}
         for name in self.tables:
             table = Table(folder / name)
             for row, text in enumerate(read_text_column(table, "label")):
                 for label in json.loads(text):
-                    first_of.setdefault(label, table.row("key", row))
-        classes = find_classes(first_of, num_classes=self.num_classes)
-        classes.ids(list(first_of), keys=list(first_of.values()))
+                    first_keys.setdefault(label, table.row("key", row))
+        classes = find_classes(first_keys, num_classes=self.num_classes)
+        classes.ids(list(first_keys), keys=list(first_keys.values()))
         return list(classes.names)
 
 
@@ -254,7 +256,7 @@ class LabelledEncoder(Encoder):
             "longest": tokenizer.model_max_length,
             "multi_label": multi_label,
             **({"classes": self.checks.find_label_names(tables)} if multi_label else {}),
-            "notes": [*self.notes, *self.checks.whitespace_notes(tables)],
+            "notes": [*self.notes, *self.checks.describe_stripped_labels(tables)],
         }
 
     def rows(self, record: Record) -> Iterator[Row]:
@@ -268,7 +270,7 @@ class LabelledEncoder(Encoder):
         group: list[tuple[str, Row | BadRecord]] = []
         characters, has_labels = 0, False
         for table, record in records:
-            for row in self._texts(record, is_training=table.startswith("train")):
+            for row in self._build_rows(record, is_training=table.startswith("train")):
                 if not isinstance(row, BadRecord):
                     has_labels = True
                 elif has_labels and row.reason.endswith(LABEL_FIELD_REMEDY):
@@ -280,7 +282,7 @@ class LabelledEncoder(Encoder):
                 group, characters = [], 0
         yield from _tokenise(group, tokenizer)
 
-    def _texts(self, record: Record, *, is_training: bool) -> Iterator[Row | BadRecord]:
+    def _build_rows(self, record: Record, *, is_training: bool) -> Iterator[Row | BadRecord]:
         try:
             label, form = self.reader.read(record)
         except Unreadable as error:

@@ -92,8 +92,8 @@ class Classification(Task):
             return {
                 "model": ModelSpec(build, self.shape, pretrained=self.pretrained, load=None, is_seeded=True),
             }
-        network, rule = NETWORKS[type(self.shape)]
-        model = ModelSpec(network, self.shape, initial=Initial(rule), pretrained=self.pretrained, is_filled=True)
+        network, initialiser = NETWORKS[type(self.shape)]
+        model = ModelSpec(network, self.shape, initial=Initial(initialiser), pretrained=self.pretrained, is_filled=True)
         return {"model": model}
 
     def new_modules(self) -> tuple[str, ...]:
@@ -106,21 +106,28 @@ class Classification(Task):
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
         if self.class_weights is not None and not self.multi_label:
-            each = np.asarray(self.class_weights)[np.asarray(batch["label"])]
+            weights = np.asarray(self.class_weights)[np.asarray(batch["label"])]
         else:
-            each = np.ones(len(batch["labels" if self.multi_label else "label"]))
+            weights = np.ones(len(batch["labels" if self.multi_label else "label"]))
         if "weight" in batch:
-            each = each[np.asarray(batch["weight"]) > 0]
-        return {"loss": float(each.sum()), **({"firing": float(len(each))} if self.has_firing_rate_target else {})}
+            weights = weights[np.asarray(batch["weight"]) > 0]
+        return {
+            "loss": float(weights.sum()),
+            **({"firing": float(len(weights))} if self.has_firing_rate_target else {}),
+        }
 
     def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
         logits, spikes = self._forward(models, batch, rng if models["model"].training else None)
         logits = logits.float()
         labels = batch["labels"].float() if self.multi_label else batch["label"].long()
-        losses = self._multi_label_loss(logits, labels) if self.multi_label else self._single_label_loss(logits, labels)
-        counted = batch["weight"] > 0 if "weight" in batch else torch.ones_like(losses, dtype=torch.bool)
+        losses = (
+            self._compute_multi_label_loss(logits, labels)
+            if self.multi_label
+            else self._compute_single_label_loss(logits, labels)
+        )
+        is_counted = batch["weight"] > 0 if "weight" in batch else torch.ones_like(losses, dtype=torch.bool)
         # Select instead of multiplying: padding rows may have any value, and 0 times infinity is not a number.
-        total = torch.where(counted, losses, 0.0).sum()
+        total = torch.where(is_counted, losses, 0.0).sum()
         outputs = logits.detach()
         if self.multi_label:
             is_correct = (outputs >= 0) == (labels > 0)
@@ -130,22 +137,25 @@ class Classification(Task):
             correct = {"accuracy": outputs.argmax(dim=1) == labels}
             rows = {"probability": outputs.softmax(dim=1), "label": labels}
         if self.has_modified_loss and not models["model"].training:
-            metrics = self._evaluation_metrics(outputs, labels, counted, correct, total)
+            metrics = self._compute_evaluation_metrics(outputs, labels, is_counted, correct, total)
         else:
-            metrics = _means(correct, counted)
+            metrics = _sum_counted(correct, is_counted)
         out = Loss(terms={"loss": (total, 1.0)}, metrics=metrics, rows=rows)
-        return self._add_firing(out, spikes, counted) if spikes else out
+        return self._add_firing_rate(out, spikes, is_counted) if spikes else out
 
-    def _add_firing(self, out: Loss, spikes: tuple[Tensor, ...], counted: Tensor) -> Loss:
+    def _add_firing_rate(self, out: Loss, spikes: tuple[Tensor, ...], is_counted: Tensor) -> Loss:
         """Add the firing rate, its loss term, and for each unit whether it is dead or saturated."""
         assert isinstance(self.shape, SpikingNetShape)
-        trains = torch.cat(spikes, dim=2)
-        terms, metrics = dict(out.terms), {**out.metrics, "firing_rate": sum_activity(trains, counted)["firing_rate"]}
+        spike_trains = torch.cat(spikes, dim=2)
+        terms, metrics = (
+            dict(out.terms),
+            {**out.metrics, "firing_rate": sum_activity(spike_trains, is_counted)["firing_rate"]},
+        )
         if self.has_firing_rate_target:
             assert self.firing_rate is not None
-            each = torch.stack([firing_rate_penalties(layer, self.firing_rate) for layer in spikes]).mean(0)
-            terms["firing"] = (torch.where(counted, each, 0.0).sum(), self.firing_rate_weight)
-        return Loss(terms, metrics, {**out.rows, "units": unit_activity(trains, self.shape.neuron.highest_rate)})
+            penalties = torch.stack([firing_rate_penalties(layer, self.firing_rate) for layer in spikes]).mean(0)
+            terms["firing"] = (torch.where(is_counted, penalties, 0.0).sum(), self.firing_rate_weight)
+        return Loss(terms, metrics, {**out.rows, "units": unit_activity(spike_trains, self.shape.neuron.highest_rate)})
 
     @property
     def has_firing_rate_target(self) -> bool:
@@ -161,8 +171,8 @@ class Classification(Task):
     def _loss(self) -> ClassificationLoss:
         return find_loss(self.objective)(gamma=self.gamma, label_smoothing=self.label_smoothing)
 
-    def _evaluation_metrics(
-        self, logits: Tensor, labels: Tensor, counted: Tensor, correct: Mapping[str, Tensor], total: Tensor
+    def _compute_evaluation_metrics(
+        self, logits: Tensor, labels: Tensor, is_counted: Tensor, correct: Mapping[str, Tensor], total: Tensor
     ) -> Sums:
         """Return the metrics of an evaluation if the loss is modified.
 
@@ -170,13 +180,16 @@ class Classification(Task):
         takes precedence over the loss term of the same name.)
         """
         if self.multi_label:
-            plain = F.binary_cross_entropy_with_logits(logits, labels, reduction="none").mean(1)
+            cross_entropy = F.binary_cross_entropy_with_logits(logits, labels, reduction="none").mean(1)
         else:
-            plain = F.cross_entropy(logits, labels, reduction="none")
-        weights = counted.float()
+            cross_entropy = F.cross_entropy(logits, labels, reduction="none")
+        weights = is_counted.float()
         if self.class_weights is not None and not self.multi_label:
             weights = weights * _copy_weights(self.class_weights, logits.device)[labels]
-        return {**_means({**correct, "loss": plain}, counted), "objective": (total.detach(), weights.sum())}
+        return {
+            **_sum_counted({**correct, "loss": cross_entropy}, is_counted),
+            "objective": (total.detach(), weights.sum()),
+        }
 
     def predict(self, models: Models, batch: Batch) -> Tensor:
         """Return logits, (batch, classes)."""
@@ -195,32 +208,32 @@ class Classification(Task):
         """
         model = models["model"]
         if isinstance(self.shape, SpikingNetShape):
-            drawn: dict[str, Tensor] = {}
+            inputs: dict[str, Tensor] = {}
             if rng is not None and self.shape.coding == "rate":
-                drawn["draws"] = rng.uniform("rate_code", (self.shape.neuron.time_steps, self.shape.num_inputs))
-            logits, spikes = model(batch[self.key], **drawn)
+                inputs["draws"] = rng.uniform("rate_code", (self.shape.neuron.time_steps, self.shape.num_inputs))
+            logits, spikes = model(batch[self.key], **inputs)
             return logits, spikes
-        return self._logits(model, batch, rng), ()
+        return self._compute_logits(model, batch, rng), ()
 
-    def _logits(self, model: Any, batch: Batch, rng: Noise | None) -> Tensor:
+    def _compute_logits(self, model: Any, batch: Batch, rng: Noise | None) -> Tensor:
         if self.key != "text":
             return model(batch[self.key])
         ids, mask = batch["input_ids"].long(), batch["attention_mask"] > 0
         if self.word_dropout and rng is not None:
             assert self.unknown is not None
             length = ids.shape[1]
-            drawn = rng.uniform("word_dropout", (-(-length // DRAWS_MULTIPLE) * DRAWS_MULTIPLE,))[:, :length]
-            ids = torch.where((drawn < self.word_dropout) & mask, self.unknown, ids)
+            draws = rng.uniform("word_dropout", (-(-length // DRAWS_MULTIPLE) * DRAWS_MULTIPLE,))[:, :length]
+            ids = torch.where((draws < self.word_dropout) & mask, self.unknown, ids)
         return model(ids, mask)
 
-    def _single_label_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def _compute_single_label_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the loss of each example times the weight of its class, (batch,)."""
         losses = self._loss.per_example(logits, labels)
         return (
             losses if self.class_weights is None else losses * _copy_weights(self.class_weights, logits.device)[labels]
         )
 
-    def _multi_label_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def _compute_multi_label_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the weighted mean of each example's losses over the classes, (batch,)."""
         losses = self._loss.per_label(logits, labels)
         if self.class_weights is None:
@@ -229,9 +242,9 @@ class Classification(Task):
         return (losses * weights).sum(1) / weights.sum()
 
 
-def _means(values: Mapping[str, Tensor], counted: Tensor) -> Sums:
-    number = counted.float().sum()
-    return {name: (torch.where(counted, each, 0).float().sum(), number) for name, each in values.items()}
+def _sum_counted(values: Mapping[str, Tensor], is_counted: Tensor) -> Sums:
+    count = is_counted.float().sum()
+    return {name: (torch.where(is_counted, each, 0).float().sum(), count) for name, each in values.items()}
 
 
 @lru_cache(maxsize=16)

@@ -43,9 +43,9 @@ from bottega.tasks.sampler import NoSampler
 from bottega.tasks.table_data import TableData
 from bottega.tasks.workload import Predictor, Workload
 
-CLASSES, SHAPE, CONFIG = "classes.json", "shape.json", "config.json"
+CLASSES_FILE, SHAPE_FILE, CONFIG_FILE = "classes.json", "shape.json", "config.json"
 MODEL_TYPE = "bottega-text-classifier"
-_SHAPES: TypeAdapter[TextClassifierShape] = TypeAdapter(TextClassifierShape)
+_SHAPE_ADAPTER: TypeAdapter[TextClassifierShape] = TypeAdapter(TextClassifierShape)
 SINGLE_LABEL_METRICS = ("loss", "accuracy", "macro_f1", "weighted_f1", "ece", "auroc")
 MULTI_LABEL_METRICS = ("loss", "exact_match", "label_accuracy", "macro_f1", "weighted_f1", "ece", "auroc")
 
@@ -56,11 +56,11 @@ def open_workload(recipe: ClassifyRecipe, *, progress: Callable[[str, int, int],
     classes = find_training_classes(prepared, include_held_out=includes_unseen_classes(recipe))
     shape = resolve_text_classifier_shape(recipe, prepared.tokenizer.vocab_size, classes.names)
 
-    def labels() -> np.ndarray:
+    def read_labels() -> np.ndarray:
         tables = [open_labelled_texts(prepared, name, classes=classes).labels for name in prepared.training_tables]
         return np.concatenate(tables)
 
-    objective = Objective.from_options(recipe.loss, labels, classes.names)
+    objective = Objective.from_options(recipe.loss, read_labels, classes.names)
     return TextClassifyWorkload(recipe, prepared.tokenizer, classes, shape, objective, prepared=prepared)
 
 
@@ -129,20 +129,20 @@ class TextClassifyWorkload(Workload):
             read_external=self._read_external,
             prepared=prepared,
             expected_fingerprint=expected_fingerprint,
-            notes=self._notes,
+            notes=self._collect_notes,
         )
         self.processor = TextClassifyProcessor(tokenizer, classes, shape, objective)
         self.sampler = NoSampler(recipe)
         self.predictor = Predictor("texts", partial(predict_texts, self))
 
-    def _notes(self, prepared: PreparedData) -> list[str]:
+    def _collect_notes(self, prepared: PreparedData) -> list[str]:
         return [
             *describe_rare_classes(prepared, self.classes),
-            *self._truncation_notes(prepared),
-            *self._override_notes(),
+            *self._note_truncation(prepared),
+            *self._note_overrides(),
         ]
 
-    def _override_notes(self) -> list[str]:
+    def _note_overrides(self) -> list[str]:
         """Return a note for each recipe value that is replaced by another."""
         model, tokenizer = self.recipe.model, self.recipe.data.tokenizer
         notes = []
@@ -154,13 +154,13 @@ class TextClassifyWorkload(Workload):
             )
         return notes
 
-    def _truncation_notes(self, prepared: PreparedData) -> list[str]:
+    def _note_truncation(self, prepared: PreparedData) -> list[str]:
         """Return a note that counts the training texts that are longer than the model's maximum, if there are any."""
         collator = TextCollator.from_metadata(prepared.metadata, sequence_length=self.sequence_length)
         lengths = [prepared.table(name).lengths("input_ids") for name in prepared.training_tables]
-        truncated, count = sum(map(collator.count_truncated, lengths)), sum(map(len, lengths))
-        note = f"{truncated:,} of {count:,} texts are truncated to {collator.max_length} tokens: data.sequence_length"
-        return [note] if truncated else []
+        num_truncated, num_texts = sum(map(collator.count_truncated, lengths)), sum(map(len, lengths))
+        note = f"{num_truncated:,} of {num_texts:,} texts are truncated to {collator.max_length} tokens: data.sequence_length"
+        return [note] if num_truncated else []
 
     @property
     def sequence_length(self) -> int | None:
@@ -172,7 +172,7 @@ class TextClassifyWorkload(Workload):
         return _prepare_texts(recipe, lambda stage, done, total: None, processor=self._processor)
 
     def _read_table(self, prepared: PreparedData, name: str, *, is_training: bool) -> LabelledTexts:
-        return self._texts(prepared, name)
+        return self._open_texts(prepared, name)
 
     def _read_external(self, external: ExternalData) -> Source:
         """Encode external texts with the tokenizer and the classes of this run."""
@@ -185,9 +185,9 @@ class TextClassifyWorkload(Workload):
                 seed=self.recipe.seed,
                 progress=lambda stage, done, total: None,
             )
-        return self._texts(prepared, external.table)
+        return self._open_texts(prepared, external.table)
 
-    def _texts(self, prepared: PreparedData, table: str) -> LabelledTexts:
+    def _open_texts(self, prepared: PreparedData, table: str) -> LabelledTexts:
         return open_labelled_texts(prepared, table, classes=self.classes, sequence_length=self.sequence_length)
 
     @torch.no_grad()
@@ -197,24 +197,24 @@ class TextClassifyWorkload(Workload):
         Each row sums to 1, except with `data.multi_label`, where the classes are independent.
         """
         collator = TextCollator.from_tokenizer(self.tokenizer, sequence_length=self.sequence_length)
-        ids = self._ids(texts)
+        ids = self._tokenise(texts)
         probabilities = np.zeros((len(ids), len(self.classes)), np.float32)
         # Texts of similar length share a batch, which is padded to the longest.
         order = np.argsort([len(text) for text in ids], kind="stable")
         for first in range(0, len(order), batch_size):
-            chosen = order[first : first + batch_size]
-            batch = {k: torch.from_numpy(v).to(device) for k, v in collator.collate([ids[i] for i in chosen]).items()}
+            indices = order[first : first + batch_size]
+            batch = {k: torch.from_numpy(v).to(device) for k, v in collator.collate([ids[i] for i in indices]).items()}
             logits = self.task.predict(models, batch).float()
             outputs = logits.sigmoid() if self.task.multi_label else logits.softmax(dim=1)
-            probabilities[chosen] = outputs.cpu().numpy()
+            probabilities[indices] = outputs.cpu().numpy()
         return probabilities
 
     def count_truncated(self, texts: Sequence[str]) -> tuple[int, int | None]:
         """Return how many of the texts are longer than the maximum length, and that length in tokens."""
         collator = TextCollator.from_tokenizer(self.tokenizer, sequence_length=self.sequence_length)
-        return collator.count_truncated(np.array([len(ids) for ids in self._ids(texts)])), collator.max_length
+        return collator.count_truncated(np.array([len(ids) for ids in self._tokenise(texts)])), collator.max_length
 
-    def _ids(self, texts: Sequence[str]) -> list[np.ndarray]:
+    def _tokenise(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.asarray(ids) for ids in self.tokenizer.encode_documents(list(texts))]
 
     def export(self, models: Models, folder: Path) -> dict[str, Any]:
@@ -236,7 +236,7 @@ class TextClassifyWorkload(Workload):
             "multi_label": self.recipe.data.multi_label,
             "sequence_length": self.sequence_length,
         }
-        (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
+        (folder / CONFIG_FILE).write_text(json.dumps(config, indent=1) + "\n")
         save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
         return {"library_name": "bottega", "pipeline_tag": "text-classification"}
 
@@ -263,8 +263,8 @@ class TextClassifyProcessor(FolderProcessor):
 
     def write(self, folder: Path) -> None:
         self.tokenizer.save(folder)
-        (folder / CLASSES).write_text(json.dumps(self.classes.names, indent=1) + "\n")
-        (folder / SHAPE).write_text(self.shape.model_dump_json(indent=1) + "\n")
+        (folder / CLASSES_FILE).write_text(json.dumps(self.classes.names, indent=1) + "\n")
+        (folder / SHAPE_FILE).write_text(self.shape.model_dump_json(indent=1) + "\n")
         self.objective.save(folder)
 
 
@@ -298,14 +298,16 @@ def resolve_text_classifier_shape(recipe: ClassifyRecipe, vocab_size: int, names
     try:
         return EncoderShape(**common, **sizes) if model.kind == "transformer" else KimShape(**common, **sizes)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise UsageError(f"model{'.' + where if where else ''}: {first['msg'].removeprefix('Value error, ')}") from None
+        problem = error.errors()[0]
+        location = ".".join(map(str, problem["loc"]))
+        raise UsageError(
+            f"model{'.' + location if location else ''}: {problem['msg'].removeprefix('Value error, ')}"
+        ) from None
 
 
 def _read_shape(processor: Path) -> TextClassifierShape:
-    return read_metadata(processor / SHAPE, _SHAPES.validate_json)
+    return read_metadata(processor / SHAPE_FILE, _SHAPE_ADAPTER.validate_json)
 
 
 def _read_classes(processor: Path) -> Classes:
-    return read_metadata(processor / CLASSES, lambda raw: Classes(tuple(map(str, json.loads(raw)))))
+    return read_metadata(processor / CLASSES_FILE, lambda raw: Classes(tuple(map(str, json.loads(raw)))))

@@ -21,7 +21,7 @@ from bottega.tasks.generation.config import AudioRecipe
 from bottega.tasks.generation.latent_space import LatentSpace, load_mel_processor
 from bottega.tasks.generation.media import Medium
 
-VOCODER = "vocoder"
+VOCODER_FOLDER = "vocoder"
 # Samples that become audio at once: 48 s at 22 kHz. With hops of a quarter window, each of Griffin-Lim's arrays has two
 # complex numbers for a sample, and there are about six.
 MAX_SAMPLES = 1 << 20
@@ -32,22 +32,22 @@ class AudioMedium(Medium):
     """Audio: float32 (n, samples), generated as mel spectrograms."""
 
     name, key, unit = "audio", "mel", "clips"
-    endings = WRITABLE_SUFFIXES
+    suffixes = WRITABLE_SUFFIXES
 
     def __init__(self, recipe: AudioRecipe, mel: MelProcessor, load: Callable[[], Vocoder | None]) -> None:
         """`load` returns the vocoder, which is loaded when it is first used; None is Griffin-Lim."""
-        self.recipe, self.mel, self._load = recipe, mel, load
+        self.recipe, self.mel, self._load_vocoder = recipe, mel, load
 
     @cached_property
     def vocoder(self) -> Vocoder | None:
         """Turns spectrograms into waveforms; None is Griffin-Lim."""
-        return self._load()
+        return self._load_vocoder()
 
-    def sides(self, prepared: PreparedData) -> tuple[tuple[int, ...], int]:
+    def read_sides(self, prepared: PreparedData) -> tuple[tuple[int, ...], int]:
         frames, bands, channels = self.mel.shape
         return ((frames,), bands) if self.recipe.model.axes == 1 else ((frames, bands), channels)
 
-    def patch(self) -> tuple[int, ...]:
+    def get_patch(self) -> tuple[int, ...]:
         return (self.recipe.model.patch_size,) * self.recipe.model.axes
 
     def from_values(self, x: np.ndarray, *, device: Any = "cpu") -> np.ndarray:
@@ -73,15 +73,15 @@ def open_audio(
 ) -> AudioMedium:
     """Measure the spectrograms of the training data, with the bands of the vocoder and the scale of a frozen model."""
     vocoder = load_vocoder(recipe.model.vocoder) if recipe.model.vocoder is not None else None
-    band: dict[str, Any] = {}
+    frequency_band: dict[str, Any] = {}
     if vocoder is not None:
         rate, data = int(prepared.metadata["sample_rate"]), recipe.data
         vocoder.check_spectrogram(sample_rate=rate, num_mels=data.num_mels, hop_size=data.hop_size)
-        band = {"low": vocoder.low, "high": vocoder.high}
+        frequency_band = {"low": vocoder.low, "high": vocoder.high}
     if space is not None:
-        mel = load_mel_processor(space.folder, recipe, prepared, **band)
+        mel = load_mel_processor(space.folder, recipe, prepared, **frequency_band)
     else:
-        mel = fit_mel_processor(recipe, prepared, multiple=_frame_multiple(recipe, codes), **band)
+        mel = fit_mel_processor(recipe, prepared, multiple=_choose_frame_multiple(recipe, codes), **frequency_band)
         mel = mel if codes is None else codes.match_mel(mel)
     return AudioMedium(recipe, mel, lambda: vocoder)
 
@@ -89,7 +89,7 @@ def open_audio(
 def reopen_audio(recipe: AudioRecipe, processor: Path) -> AudioMedium:
     """Return the audio of a finished run, from its saved processor."""
     mel = MelProcessor.load(processor)
-    return AudioMedium(recipe, mel, lambda: _load_saved_vocoder(recipe, mel, processor / VOCODER))
+    return AudioMedium(recipe, mel, lambda: _load_saved_vocoder(recipe, mel, processor / VOCODER_FOLDER))
 
 
 def _load_saved_vocoder(recipe: AudioRecipe, processor: MelProcessor, folder: Path) -> Vocoder | None:
@@ -103,7 +103,7 @@ def _load_saved_vocoder(recipe: AudioRecipe, processor: MelProcessor, folder: Pa
     return vocoder
 
 
-def _frame_multiple(recipe: AudioRecipe, codes: CodeTokenizer | None) -> int:
+def _choose_frame_multiple(recipe: AudioRecipe, codes: CodeTokenizer | None) -> int:
     """Return what the number of frames has to be divisible by."""
     if codes is not None:
         return codes.downsample

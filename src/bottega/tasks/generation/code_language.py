@@ -22,7 +22,7 @@ from bottega.core.types import Batch, Loss, Models
 from bottega.models.decoder.torch import DecoderCache, Transformer
 from bottega.models.generator.config import CodeGeneratorShape, CodesBackbone
 from bottega.models.losses.token_loss import IGNORE_INDEX
-from bottega.tasks.autoencode.vae_task import num_examples
+from bottega.tasks.autoencode.vae_task import count_examples
 from bottega.tasks.language.sampling import sample_tokens
 
 
@@ -34,12 +34,12 @@ class FrozenCodes(BaseModel):
     folder: str
 
     def spec(self) -> ModelSpec:
-        """How the frozen tokenizer is loaded."""
+        """Return how the frozen tokenizer is loaded."""
         return ModelSpec("bottega.models.autoencoder.codes_folder:load_codes", Path(self.folder))
 
     @torch.no_grad()
     def encode(self, tokenizer: Any, x: Tensor) -> Tensor:
-        """Return codes, int64 (b, n), computed in float32 also under autocast: rounding would change them."""
+        """Return codes, int64 (b, n), computed in float32 even under autocast: rounding would change them."""
         with torch.autocast(x.device.type, enabled=False):
             codes: Tensor = tokenizer.encode(x.float())
         return codes.flatten(1)
@@ -88,11 +88,11 @@ class CodeLanguage(Task):
         return self.shape.backbone
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
-        return {"loss": num_examples(batch, self.key) * self.backbone.length}
+        return {"loss": count_examples(batch, self.key) * self.backbone.length}
 
     def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
         codes = self.latents.encode(models["tokenizer"], batch[self.key])
-        first = self.first_tokens(batch, drop=rng.uniform("drop") < self.condition_dropout)
+        first = self.build_first_tokens(batch, drop=rng.uniform("drop") < self.condition_dropout)
         targets = codes
         if "weight" in batch:
             targets = codes.masked_fill((batch["weight"] <= 0)[:, None], IGNORE_INDEX)
@@ -100,11 +100,15 @@ class CodeLanguage(Task):
         bits = total.detach() / math.log(2.0)
         return Loss(terms={"loss": (total, 1.0)}, metrics={"bits_per_code": (bits, (targets != IGNORE_INDEX).sum())})
 
-    def first_tokens(self, batch: Batch, *, drop: Tensor) -> Tensor:
+    def build_first_tokens(self, batch: Batch, *, drop: Tensor) -> Tensor:
         """Return the first token of each row, int64 (b,); the token for no condition where `drop` is true."""
-        condition, codes = self.shape.condition, self.backbone.num_codes
-        none = torch.full(drop.shape, codes + condition.size, device=drop.device)
-        return torch.where(drop, none, batch["label"].long() + codes) if condition.kind == "class" else none
+        condition, num_codes = self.shape.condition, self.backbone.num_codes
+        no_condition = torch.full(drop.shape, num_codes + condition.size, device=drop.device)
+        return (
+            torch.where(drop, no_condition, batch["label"].long() + num_codes)
+            if condition.kind == "class"
+            else no_condition
+        )
 
     def draw(self, models: Models, batch: Batch, rng: Noise, **options: Any) -> Tensor:
         """Return one sample for each row of conditions in `batch`; options are those of `draw_codes`."""
@@ -129,15 +133,15 @@ class CodeLanguage(Task):
         The noise of a code is a function of the seed, its index and the number of the sample, so a sample does not depend
         on its batch.
         """
-        none = torch.ones(len(rng.positions), dtype=torch.bool, device=rng.positions.device)
-        first = self.first_tokens(batch, drop=~none if guidance != 0 else none)
+        drop_all = torch.ones(len(rng.positions), dtype=torch.bool, device=rng.positions.device)
+        first = self.build_first_tokens(batch, drop=~drop_all if guidance != 0 else drop_all)
         is_guided = guidance not in (0, 1) and self.shape.condition.kind != "none"
         if is_guided:
             # Conditional and unconditional passes in one batch: they differ in the first token only.
-            first = torch.cat([first, self.first_tokens(batch, drop=none)])
+            first = torch.cat([first, self.build_first_tokens(batch, drop=drop_all)])
         length = self.backbone.length
         cache = DecoderCache.empty(
-            model.shape, batch_size=len(first), length=length, device=first.device, dtype=_cache_dtype(model)
+            model.shape, batch_size=len(first), length=length, device=first.device, dtype=_choose_cache_dtype(model)
         )
         token, sampled = first, []
         for index in range(length):
@@ -145,8 +149,8 @@ class CodeLanguage(Task):
             # Logits of the condition tokens are left out: only codes are sampled.
             logits = model.logits(hidden.to(model.head_weight.dtype)).float()[:, : self.backbone.num_codes]
             if is_guided:
-                with_condition, without = logits.chunk(2)
-                logits = without + guidance * (with_condition - without)
+                conditional, unconditional = logits.chunk(2)
+                logits = unconditional + guidance * (conditional - unconditional)
             noise = replace(rng, step=index)
             sampled.append(sample_tokens(logits, noise, temperature=temperature, top_k=top_k, top_p=top_p))
             token = sampled[-1].repeat(2) if is_guided else sampled[-1]
@@ -154,7 +158,7 @@ class CodeLanguage(Task):
         return torch.stack(sampled, dim=1)
 
 
-def _cache_dtype(model: Transformer) -> torch.dtype:
+def _choose_cache_dtype(model: Transformer) -> torch.dtype:
     """Return the dtype of the cached keys and values."""
-    kind = model.head_weight.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.head_weight.dtype
+    device_type = model.head_weight.device.type
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else model.head_weight.dtype

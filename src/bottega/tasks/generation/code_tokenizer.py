@@ -23,12 +23,12 @@ from bottega.tasks.generation.config import AudioRecipe, ImageRecipe, VideoRecip
 from bottega.tasks.metadata import read_metadata
 
 METADATA_FILE, KIND = "tokenizer.json", "tokenizer"
-TRANSFORMER = "transformer"
+TRANSFORMER_FOLDER = "transformer"
 """Subfolder of an export that holds the language model."""
 
 
 class TokenizerMetadata(BaseModel):
-    """The tokenizer of a run, saved with it: a model over codes works with no other."""
+    """The tokenizer of a run, saved with it: a model over codes works only with the tokenizer it was trained with."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -90,8 +90,8 @@ class CodeTokenizer:
     def build_task(
         self, key: str, shape: CodeGeneratorShape, *, condition_dropout: float, base_folder: Path | None
     ) -> CodeLanguage:
-        """Return the task; `start` is the folder of an exported generator to start from."""
-        if base_folder is not None and not (base_folder / TRANSFORMER).is_dir():
+        """Return the task; `base_folder` is the folder of an exported generator to start from."""
+        if base_folder is not None and not (base_folder / TRANSFORMER_FOLDER).is_dir():
             raise UsageError(
                 f"model.from: {base_folder} is not an exported generator over codes; give one, or remove it"
             )
@@ -100,29 +100,33 @@ class CodeTokenizer:
             shape=shape,
             latents=FrozenCodes(folder=self.metadata.folder),
             condition_dropout=condition_dropout,
-            pretrained=str(base_folder / TRANSFORMER) if base_folder is not None else None,
+            pretrained=str(base_folder / TRANSFORMER_FOLDER) if base_folder is not None else None,
         )
 
-    def match_mel(self, own: MelProcessor) -> MelProcessor:
+    def match_mel(self, mel: MelProcessor) -> MelProcessor:
         """Return the recipe's mel processor with the scale that the tokenizer was trained with."""
-        trained = MelProcessor.load(Path(self.metadata.folder))
-        for name, value in own.mel.model_dump().items():
-            if value != (expected := getattr(trained.mel, name)):
+        tokenizer_mel = MelProcessor.load(Path(self.metadata.folder))
+        for name, value in mel.mel.model_dump().items():
+            if value != (expected := getattr(tokenizer_mel.mel, name)):
                 owner = "model.vocoder" if name in ("low", "high") else f"data.{name}"
                 raise UsageError(
                     f"{owner}: {value}, but model.tokenizer ({self.metadata.folder}) was trained with {name} {expected}"
                 )
-        return own.model_copy(update={"scale": trained.scale})
+        return mel.model_copy(update={"scale": tokenizer_mel.scale})
 
     def save(self, processor: Path) -> None:
         """Write what identifies the tokenizer to a processor folder."""
         (processor / METADATA_FILE).write_text(self.metadata.model_dump_json(indent=1) + "\n")
 
-    def check(self, processor: Path) -> None:
-        """Raise CheckpointError if a saved processor is of another tokenizer."""
-        now, before = self.metadata, _read_saved(processor)
+    def check_saved(self, processor: Path) -> None:
+        """Raise CheckpointError if a saved processor belongs to another tokenizer."""
+        current, recorded = self.metadata, _read_saved_metadata(processor)
         check_same_model(
-            KIND, current_hash=now.content, recorded_hash=before.content, name=now.folder, recorded=before.folder
+            KIND,
+            current_hash=current.content,
+            recorded_hash=recorded.content,
+            name=current.folder,
+            recorded=recorded.folder,
         )
 
 
@@ -143,10 +147,10 @@ def resolve_code_tokenizer(recipe: ImageRecipe | AudioRecipe | VideoRecipe) -> C
     shape, config = read_codes_config(folder)
     medium = "audio" if isinstance(recipe, AudioRecipe) else "image"
     for key, value in (("input", medium), ("normalise", recipe.data.normalise)):
-        trained = config.get(key)
-        if trained != value:
-            remedy = f"set data.{key}={trained}" if key != "input" else f"give one that reads {medium}"
-            raise UsageError(f"model.tokenizer: {folder} was trained with {key} {trained}, not {value}; {remedy}")
+        trained_value = config.get(key)
+        if trained_value != value:
+            remedy = f"set data.{key}={trained_value}" if key != "input" else f"give one that reads {medium}"
+            raise UsageError(f"model.tokenizer: {folder} was trained with {key} {trained_value}, not {value}; {remedy}")
     return CodeTokenizer(TokenizerMetadata(folder=str(folder), content=hash_model_folder(folder)), shape)
 
 
@@ -155,19 +159,19 @@ def reopen_code_tokenizer(recipe: ImageRecipe | AudioRecipe | VideoRecipe, proce
 
     It must be unchanged, at its recorded path or, for a run that was moved with its dependencies, beside the run.
     """
-    metadata, name = _read_saved(processor), str(recipe.model.tokenizer)
+    metadata, name = _read_saved_metadata(processor), str(recipe.model.tokenizer)
     runs = processor.absolute().parent.parent
     candidates = [lambda: Path(metadata.folder), lambda: resolve_tokenizer_folder(recipe, name, runs_folder=runs)]
-    owner = processor.parent if name.startswith(dependencies.PREFIX) else None
+    owner = processor.parent if name.startswith(dependencies.REFERENCE_PREFIX) else None
     folder = find_frozen_model(KIND, metadata.content, candidates, recorded_folder=metadata.folder, owner=owner)
     return CodeTokenizer(metadata.model_copy(update={"folder": str(folder)}), read_codes_config(folder)[0])
 
 
 def resolve_tokenizer_folder(recipe: Any, name: str, *, runs_folder: Path | None = None) -> Path:
     """Return the folder of a tokenizer: the export of a dependency or of a run, or a folder itself."""
-    absent, key = "has no tokenizer; give a run or an exported folder", "model.tokenizer"
+    message, key = "has no tokenizer; give a run or an exported folder", "model.tokenizer"
     model = dependencies.resolve_model_reference(
-        recipe, name, key=key, runs_folder=runs_folder, required_file=None, missing_message=absent
+        recipe, name, key=key, runs_folder=runs_folder, required_file=None, missing_message=message
     )
     if not (model.path / CONFIG).is_file():
         remedy = "give a run or an exported folder"
@@ -177,5 +181,5 @@ def resolve_tokenizer_folder(recipe: Any, name: str, *, runs_folder: Path | None
     return model.path.absolute()
 
 
-def _read_saved(processor: Path) -> TokenizerMetadata:
+def _read_saved_metadata(processor: Path) -> TokenizerMetadata:
     return read_metadata(processor / METADATA_FILE, TokenizerMetadata.model_validate_json)

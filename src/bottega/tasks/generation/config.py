@@ -111,7 +111,7 @@ class GeneratorRecipe(MediaRecipe):
 
     model: Generator = Field(default_factory=Generator, description="the model")
 
-    def sides(self) -> list[tuple[str, int | None, str]]:
+    def list_sides(self) -> list[tuple[str, int | None, str]]:
         """Return (key of a side, the side or None, model key that must divide it) for each side in the recipe."""
         return []
 
@@ -119,12 +119,12 @@ class GeneratorRecipe(MediaRecipe):
         problems, model = super().find_conflicts(), self.model
         if model.backbone != "dit" or model.vae is not None:
             return problems
-        for name, side, patch in self.sides():
-            part = getattr(model, patch)
-            if side is not None and side % part:
-                fits = ", ".join(str(n) for n in range(1, side + 1) if side % n == 0)
-                message = f"patches of {part} do not divide a side of {side} ({name}); {fits} do"
-                problems.append((f"model.{patch}", name, message))
+        for name, side, patch_key in self.list_sides():
+            patch_size = getattr(model, patch_key)
+            if side is not None and side % patch_size:
+                divisors = ", ".join(str(n) for n in range(1, side + 1) if side % n == 0)
+                message = f"patches of {patch_size} do not divide a side of {side} ({name}); {divisors} do"
+                problems.append((f"model.{patch_key}", name, message))
         return problems
 
 
@@ -136,7 +136,7 @@ class ImageRecipe(GeneratorRecipe):
     data: ImageData = Field(default_factory=ImageData, description="the data")
     samples: GeneratorSamples = Field(default_factory=GeneratorSamples, description="samples drawn while training")
 
-    def sides(self) -> list[tuple[str, int | None, str]]:
+    def list_sides(self) -> list[tuple[str, int | None, str]]:
         return [("data.image_size", self.data.image_size, "patch_size")]
 
 
@@ -148,7 +148,7 @@ class AudioRecipe(GeneratorRecipe):
     data: AudioData = Field(default_factory=AudioData, description="the data")
     samples: GeneratorSamples = Field(default_factory=GeneratorSamples, description="samples drawn while training")
 
-    def sides(self) -> list[tuple[str, int | None, str]]:
+    def list_sides(self) -> list[tuple[str, int | None, str]]:
         return [("data.num_mels", self.data.num_mels, "patch_size")] if self.model.axes == 2 else []
 
 
@@ -160,6 +160,6 @@ class VideoRecipe(GeneratorRecipe):
     data: VideoData = Field(default_factory=VideoData, description="the data")
     samples: GeneratorSamples = Field(default_factory=GeneratorSamples, description="samples drawn while training")
 
-    def sides(self) -> list[tuple[str, int | None, str]]:
+    def list_sides(self) -> list[tuple[str, int | None, str]]:
         frames = ("data.num_frames", self.data.num_frames, "temporal_patch_size")
         return [frames, ("data.image_size", self.data.image_size, "patch_size")]

@@ -1,4 +1,4 @@
-"""Export of generators: a diffusers pipeline where a stock one can sample the model, else the documented layout alone.
+"""Export of generators: a diffusers pipeline if a stock one can sample the model, else the documented layout alone.
 
 Every exported folder holds, and `open_exported_generator` reads:
 
@@ -42,26 +42,26 @@ if TYPE_CHECKING:
 
 FORMAT, FORMAT_VERSION = "bottega-generator", 1
 MODEL_INDEX = "model_index.json"
-PARTS = ("unet", "transformer", "vae", "text_encoder", "tokenizer", "scheduler", "processor")
+SUBFOLDERS = ("unet", "transformer", "vae", "text_encoder", "tokenizer", "scheduler", "processor")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "special_tokens_map.json")
 
 
 def export_generator(workload: GenerationWorkload, models: Models, folder: Path) -> dict[str, Any]:
     """Write an exported generator to `folder`; return the fields of its model card."""
-    _clear(folder)
+    _delete_previous_export(folder)
     task, pipeline = workload.task, find_stock_pipeline(workload, models)
     _write_weights(models["model"], folder)
     if task.latents is not None:
         _write_vae(task, models["vae"], folder / "vae")
     if task.text is not None:
-        _write_text(workload, models["text_encoder"], folder)
-    _write_json(folder / "scheduler" / "scheduler_config.json", scheduler_config(task.path, pipeline))
+        _write_text_encoder(workload, models["text_encoder"], folder)
+    _write_json(folder / "scheduler" / "scheduler_config.json", build_scheduler_config(task.path, pipeline))
     (folder / "processor").mkdir(exist_ok=True)
     workload.processor.write(folder / "processor")
     if pipeline is not None:
-        _write_json(folder / MODEL_INDEX, _index(workload, pipeline))
+        _write_json(folder / MODEL_INDEX, _build_model_index(workload, pipeline))
     _write_json(folder / CONFIG, _build_config(workload))
-    return _card(workload, is_stock=pipeline is not None)
+    return _build_card(workload, is_stock=pipeline is not None)
 
 
 def open_exported_generator(folder: Path) -> tuple[Generation, dict[str, Any]]:
@@ -112,36 +112,40 @@ def find_stock_pipeline(workload: GenerationWorkload, models: Models) -> str | N
     return "StableDiffusionPipeline" if is_unet and kind == "text" and is_clip and fits else None
 
 
-def scheduler_config(path: NoisePath, pipeline: str | None = None) -> dict[str, Any]:
+def build_scheduler_config(path: NoisePath, pipeline: str | None = None) -> dict[str, Any]:
     """Return the configuration of the diffusers scheduler with the same path between data and noise."""
     name, config = path.scheduler(pipeline)
     return {"_class_name": name, "_diffusers_version": VERSION, **config}
 
 
-def _clear(folder: Path) -> None:
+def _delete_previous_export(folder: Path) -> None:
     """Delete an earlier export, which may have had other components; other files in the folder stay."""
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / CONFIG).is_file() or read_config(folder).get("format") != FORMAT:
         return
-    for part in PARTS:
-        shutil.rmtree(folder / part, ignore_errors=True)
+    for subfolder in SUBFOLDERS:
+        shutil.rmtree(folder / subfolder, ignore_errors=True)
     for file in (MODEL_INDEX, WEIGHTS, CONFIG):
         (folder / file).unlink(missing_ok=True)
 
 
 def _write_weights(model: Generator, folder: Path) -> None:
-    rest, backbone = model.state_dict(), model.backbone
+    other_weights, backbone = model.state_dict(), model.backbone
     if isinstance(backbone, UNet):
         prefix = "backbone.unet."
-        unet = {name.removeprefix(prefix): rest.pop(name) for name in list(rest) if name.startswith(prefix)}
+        unet = {
+            name.removeprefix(prefix): other_weights.pop(name)
+            for name in list(other_weights)
+            if name.startswith(prefix)
+        }
         write_component(folder / "unet", build_unet_config(backbone.shape), unet)
     elif layout.is_diffusers_compatible(model.shape):
         config = layout.diffusers_config(backbone.shape)
-        rest |= {CLASS_EMBEDDING: model.condition.fold_shared()}
-        write_component(folder / "transformer", config, layout.to_diffusers(rest, backbone.shape))
-        rest = {}
-    if rest:
-        save_file(to_cpu(rest), folder / WEIGHTS, metadata={"format": "pt"})
+        other_weights |= {CLASS_EMBEDDING: model.condition.fold_shared()}
+        write_component(folder / "transformer", config, layout.to_diffusers(other_weights, backbone.shape))
+        other_weights = {}
+    if other_weights:
+        save_file(to_cpu(other_weights), folder / WEIGHTS, metadata={"format": "pt"})
 
 
 def _write_vae(task: Generation, vae: Any, folder: Path) -> None:
@@ -151,7 +155,7 @@ def _write_vae(task: Generation, vae: Any, folder: Path) -> None:
     export_autoencoder(vae.state_dict(), vae.shape.model_copy(update=factors), folder, sample_size=side)
 
 
-def _write_text(workload: GenerationWorkload, encoder: Any, folder: Path) -> None:
+def _write_text_encoder(workload: GenerationWorkload, encoder: Any, folder: Path) -> None:
     """Write the text encoder and the files of its tokenizer, which truncates captions as the run did."""
     from bottega.tasks.generation.text_condition import resolve_encoder_folders
 
@@ -183,17 +187,17 @@ def _build_config(workload: GenerationWorkload) -> dict[str, Any]:
     }
 
 
-def _index(workload: GenerationWorkload, pipeline: str) -> dict[str, Any]:
-    scheduler = scheduler_config(workload.task.path, pipeline)["_class_name"]
-    head = {"_class_name": pipeline, "_diffusers_version": VERSION, "scheduler": ["diffusers", scheduler]}
+def _build_model_index(workload: GenerationWorkload, pipeline: str) -> dict[str, Any]:
+    scheduler = build_scheduler_config(workload.task.path, pipeline)["_class_name"]
+    index = {"_class_name": pipeline, "_diffusers_version": VERSION, "scheduler": ["diffusers", scheduler]}
     if pipeline == "DDPMPipeline":
-        return head | {"unet": ["diffusers", "UNet2DModel"]}
-    head["vae"] = ["diffusers", "AutoencoderKL"]
+        return index | {"unet": ["diffusers", "UNet2DModel"]}
+    index["vae"] = ["diffusers", "AutoencoderKL"]
     if pipeline == "DiTPipeline":
         # DiTPipeline splits names at commas into several labels.
         names = {str(i): name.replace(",", " ") for i, name in enumerate(workload.metadata.classes)}
-        return head | {"transformer": ["diffusers", layout.DIFFUSERS_CLASS], "id2label": names}
-    return head | {
+        return index | {"transformer": ["diffusers", layout.DIFFUSERS_CLASS], "id2label": names}
+    return index | {
         "unet": ["diffusers", "UNet2DConditionModel"],
         "text_encoder": ["transformers", "CLIPTextModel"],
         "tokenizer": ["transformers", "CLIPTokenizer"],
@@ -204,7 +208,7 @@ def _index(workload: GenerationWorkload, pipeline: str) -> dict[str, Any]:
     }
 
 
-def _card(workload: GenerationWorkload, *, is_stock: bool) -> dict[str, Any]:
+def _build_card(workload: GenerationWorkload, *, is_stock: bool) -> dict[str, Any]:
     card = {"library_name": "diffusers" if is_stock else "bottega"}
     has_text = workload.task.shape.condition.kind == "text"
     tags = {"image": "text-to-image" if has_text else "unconditional-image-generation"}

@@ -26,36 +26,36 @@ from bottega.models.folders.pretrained import export_transformers, load_weights
 from bottega.models.pipeline.component import CONFIG, read_config
 from bottega.tasks.frozen_models import CONFIG_FILES
 from bottega.tasks.generation.code_language import CodeLanguage
-from bottega.tasks.generation.code_tokenizer import TRANSFORMER
-from bottega.tasks.generation.sampling_options import sampling_option_names
+from bottega.tasks.generation.code_tokenizer import TRANSFORMER_FOLDER
+from bottega.tasks.generation.sampling_options import list_sampling_options
 
 if TYPE_CHECKING:
     from bottega.tasks.generation.workload import GenerationWorkload
 
 FORMAT, FORMAT_VERSION = "bottega-code-generator", 1
-TOKENIZER, PROCESSOR = "tokenizer", "processor"
+TOKENIZER_FOLDER, PROCESSOR_FOLDER = "tokenizer", "processor"
 
 
 def export_code_generator(workload: GenerationWorkload, models: Models, folder: Path) -> dict[str, Any]:
     """Write an exported generator over codes to `folder`; return the fields of its model card."""
     task, options = workload.task, workload.recipe.samples
     assert isinstance(task, CodeLanguage)
-    _clear(folder)
-    export_transformers(models["model"].state_dict(), task.backbone.transformer, folder / TRANSFORMER)
-    for part in (TOKENIZER, PROCESSOR):
-        (folder / part).mkdir(exist_ok=True)
+    _delete_previous_export(folder)
+    export_transformers(models["model"].state_dict(), task.backbone.transformer, folder / TRANSFORMER_FOLDER)
+    for subfolder in (TOKENIZER_FOLDER, PROCESSOR_FOLDER):
+        (folder / subfolder).mkdir(exist_ok=True)
     source = Path(task.latents.folder)
     for name in (*CONFIG_FILES, WEIGHTS):
         if (source / name).is_file():
-            shutil.copyfile(source / name, folder / TOKENIZER / name)
-    workload.processor.write(folder / PROCESSOR)
+            shutil.copyfile(source / name, folder / TOKENIZER_FOLDER / name)
+    workload.processor.write(folder / PROCESSOR_FOLDER)
     config = {
         "format": FORMAT,
         "version": FORMAT_VERSION,
         "medium": workload.medium.name,
         "task": task.model_dump(mode="json", exclude={"pretrained", "latents"}),
         "classes": list(workload.metadata.classes),
-        "samples": {name: getattr(options, name) for name in sampling_option_names(workload.recipe.model)},
+        "samples": {name: getattr(options, name) for name in list_sampling_options(workload.recipe.model)},
     }
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     tag = {"pipeline_tag": "unconditional-image-generation"} if workload.medium.name == "image" else {}
@@ -68,19 +68,19 @@ def open_exported_code_generator(folder: Path) -> tuple[CodeLanguage, dict[str, 
     if config.get("format") != FORMAT or config.get("version") != FORMAT_VERSION:
         raise CheckpointError(f"{folder / CONFIG} is not a {FORMAT} of version {FORMAT_VERSION}; export the run again")
     try:
-        task = CodeLanguage.model_validate({**config["task"], "latents": {"folder": str(folder / TOKENIZER)}})
+        task = CodeLanguage.model_validate({**config["task"], "latents": {"folder": str(folder / TOKENIZER_FOLDER)}})
     except (KeyError, TypeError, ValidationError) as error:
         raise CheckpointError(f"{folder / CONFIG} is damaged ({str(error).splitlines()[0]})") from error
     model = Transformer(task.backbone.transformer)
-    load_weights(model, folder / TRANSFORMER)
+    load_weights(model, folder / TRANSFORMER_FOLDER)
     models = {"model": model, "tokenizer": build_model(task.latents.spec(), 0)}
     return task, {name: network.eval().requires_grad_(False) for name, network in models.items()}
 
 
-def _clear(folder: Path) -> None:
+def _delete_previous_export(folder: Path) -> None:
     """Delete an earlier export; other files in the folder stay."""
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / CONFIG).is_file() and read_config(folder).get("format") == FORMAT:
-        for part in (TRANSFORMER, TOKENIZER, PROCESSOR):
-            shutil.rmtree(folder / part, ignore_errors=True)
+        for subfolder in (TRANSFORMER_FOLDER, TOKENIZER_FOLDER, PROCESSOR_FOLDER):
+            shutil.rmtree(folder / subfolder, ignore_errors=True)
         (folder / CONFIG).unlink()

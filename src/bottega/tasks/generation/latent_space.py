@@ -1,4 +1,4 @@
-"""The frozen autoencoder of a latent generator: how it is found and checked, but the latents of the data."""
+"""The frozen autoencoder of a latent generator: how it is found and checked, and the latents of the data."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from bottega.tasks.generation.config import AudioRecipe
 from bottega.tasks.generation.latents import Latents, encode_moments
 
 KIND = "autoencoder"
-DIMENSIONS = {"image": (2,), "audio": (1, 2), "video": (3,)}
+MEDIUM_DIMS = {"image": (2,), "audio": (1, 2), "video": (3,)}
 
 
 class LatentMetadata(BaseModel):
@@ -39,7 +39,7 @@ class LatentMetadata(BaseModel):
 
     folder: str
     content: str
-    """Hash of its files: a generator works with no other."""
+    """Hash of its files: a generator works only with the autoencoder it was trained with."""
     scale: float
     shift: float
     sample: tuple[int, ...]
@@ -49,9 +49,9 @@ class LatentMetadata(BaseModel):
         """Return the latents as a field of the task."""
         return Latents(folder=self.folder, scale=self.scale, shift=self.shift)
 
-    def check(self, before: LatentMetadata | None) -> None:
+    def check_recorded(self, recorded: LatentMetadata | None) -> None:
         """Raise CheckpointError if a resumed run started with another autoencoder."""
-        folder, content = (before.folder, before.content) if before is not None else ("none", None)
+        folder, content = (recorded.folder, recorded.content) if recorded is not None else ("none", None)
         check_same_model(KIND, current_hash=self.content, recorded_hash=content, name=self.folder, recorded=folder)
 
     def relocate(self, recipe: Recipe, processor: Path) -> LatentMetadata:
@@ -63,9 +63,9 @@ class LatentMetadata(BaseModel):
         candidates = [
             lambda: resolve_vae_folder(recipe),
             lambda: recorded,
-            lambda: dependencies.dependencies_folder(runs) / recorded.parent.name / recorded.name,
+            lambda: dependencies.get_dependencies_folder(runs) / recorded.parent.name / recorded.name,
         ]
-        owner = processor.parent if str(recipe.model.vae).startswith(dependencies.PREFIX) else None  # type: ignore[attr-defined]
+        owner = processor.parent if str(recipe.model.vae).startswith(dependencies.REFERENCE_PREFIX) else None  # type: ignore[attr-defined]
         folder = find_frozen_model(KIND, self.content, candidates, recorded_folder=self.folder, owner=owner)
         return self.model_copy(update={"folder": str(folder)})
 
@@ -78,7 +78,7 @@ class LatentSpace:
     folder: Path
     shape: AutoencoderShape
 
-    def metadata(self, grid: tuple[int, ...], channels: int) -> LatentMetadata:
+    def build_metadata(self, grid: tuple[int, ...], channels: int) -> LatentMetadata:
         """Return the metadata to save with a run; `grid` and `channels` are those of the data."""
         return LatentMetadata(
             folder=str(self.folder),
@@ -88,7 +88,7 @@ class LatentSpace:
             sample=(*grid, channels),
         )
 
-    def latent_sides(self, grid: tuple[int, ...], channels: int) -> tuple[tuple[int, ...], int]:
+    def compute_latent_sides(self, grid: tuple[int, ...], channels: int) -> tuple[tuple[int, ...], int]:
         """Return (grid, channels) of the latents of data with these sides."""
         if self.shape.channels != channels:
             hint = (
@@ -108,10 +108,10 @@ def open_latent_space(recipe: Any, medium: Literal["image", "audio", "video"]) -
         return None
     folder = resolve_vae_folder(recipe)
     shape, is_audio = read_autoencoder_shape(folder), (folder / MEL).is_file()
-    if is_audio != (medium == "audio") or shape.dims not in DIMENSIONS[medium]:
-        reads = "audio" if is_audio else {1: "one axis", 2: "images", 3: "video"}[shape.dims]
+    if is_audio != (medium == "audio") or shape.dims not in MEDIUM_DIMS[medium]:
+        actual_medium = "audio" if is_audio else {1: "one axis", 2: "images", 3: "video"}[shape.dims]
         raise UsageError(
-            f"model.vae: {folder} is an autoencoder of {reads}, but the task is {medium}; give one of {medium}"
+            f"model.vae: {folder} is an autoencoder of {actual_medium}, but the task is {medium}; give one of {medium}"
         )
     if medium == "audio" and recipe.model.axes != shape.dims:
         raise UsageError(
@@ -133,8 +133,8 @@ def resolve_vae_folder(recipe: Any) -> Path:
 
 def resolve_autoencoder_folder(recipe: Any, name: str, *, key: str) -> Path:
     """Return the folder with the config.json of the autoencoder that `name` refers to."""
-    absent = "is not a folder; give a run, or a folder with an AutoencoderKL of diffusers"
-    folder = dependencies.resolve_model_reference(recipe, name, key=key, missing_message=absent).path
+    message = "is not a folder; give a run, or a folder with an AutoencoderKL of diffusers"
+    folder = dependencies.resolve_model_reference(recipe, name, key=key, missing_message=message).path
     component = find_component_folder(folder, "vae")
     if not (component / CONFIG).is_file():
         raise UsageError(f"{key}: {folder} has no {CONFIG}; give a run, or a folder with an AutoencoderKL of diffusers")
@@ -156,11 +156,11 @@ def load_mel_processor(
     rows: list[Any] = [
         open_media_source(recipe, prepared, name, is_training=False) for name in prepared.training_tables
     ]
-    longest, rate = max(table.num_samples for table in rows), processor.mel.sample_rate
-    if longest > processor.num_samples:
+    max_samples, rate = max(table.num_samples for table in rows), processor.mel.sample_rate
+    if max_samples > processor.num_samples:
         seconds = processor.num_samples / rate
         raise UsageError(
-            f"data.seconds: clips last up to {longest / rate:g} s, but model.vae ({folder}) reads {seconds:g} s; "
+            f"data.seconds: clips last up to {max_samples / rate:g} s, but model.vae ({folder}) reads {seconds:g} s; "
             f"set data.seconds={seconds:g}"
         )
     return processor
@@ -181,12 +181,12 @@ def compute_latents(
     """
     import torch
 
-    loaded: list[Any] = []
+    loaded_models: list[Any] = []
 
     def encode(values: np.ndarray) -> np.ndarray:
-        if not loaded:  # cached latents need no autoencoder
-            loaded.append(build_model(metadata.build_latents().spec(), 0).to(device).eval())
-        return encode_moments(loaded[0], torch.from_numpy(values).to(device)).cpu().numpy()
+        if not loaded_models:  # cached latents need no autoencoder
+            loaded_models.append(build_model(metadata.build_latents().spec(), 0).to(device).eval())
+        return encode_moments(loaded_models[0], torch.from_numpy(values).to(device)).cpu().numpy()
 
     for rows, _ in tables.values():
         latent_cache.check_deterministic(rows)

@@ -19,7 +19,7 @@ from bottega.tasks.autoencode.vae_task import flatten_bands
 PRECOMPUTED = "latent"
 """Batch field of precomputed latents: mean and log variance, concatenated (b, *grid, 2 * channels)."""
 MAX_POSITIONS = 1 << 22
-"""Positions of the data that are encoded at once: 64 images of 256 x 256, whose widest layer then holds 2 GiB."""
+"""Number of positions of the data that are encoded at once: 64 images of 256 x 256, whose widest layer then holds 2 GiB."""
 
 
 class Latents(BaseModel):
@@ -32,7 +32,7 @@ class Latents(BaseModel):
     shift: float = 0.0
 
     def spec(self) -> ModelSpec:
-        """How the frozen autoencoder is loaded."""
+        """Return how the frozen autoencoder is loaded."""
         return ModelSpec("bottega.models.autoencoder.vae:load_autoencoder", Path(self.folder))
 
     @torch.no_grad()
@@ -46,7 +46,9 @@ class Latents(BaseModel):
     @torch.no_grad()
     def decode(self, vae: Autoencoder, latent: Tensor) -> Tensor:
         """Return samples for scaled latents."""
-        return _map_chunks(_decoder(vae), latent / self.scale + self.shift, positions=_num_positions(vae, latent))
+        return _map_chunks(
+            _build_decoder(vae), latent / self.scale + self.shift, num_positions=_count_positions(vae, latent)
+        )
 
 
 @torch.no_grad()
@@ -56,21 +58,21 @@ def encode_moments(vae: Autoencoder, x: Tensor) -> Tensor:
     Always in float32, so that precomputed latents equal those computed during training.
     """
     x = flatten_bands(x, vae.shape).float()
-    return _map_chunks(lambda part: torch.cat(vae.encode(part), dim=-1), x, positions=math.prod(x.shape[1:-1]))
+    return _map_chunks(lambda part: torch.cat(vae.encode(part), dim=-1), x, num_positions=math.prod(x.shape[1:-1]))
 
 
 @torch.no_grad()
 def reconstruct(vae: Autoencoder, x: Tensor) -> Tensor:
     """Return the reconstruction of `x` from the means of its latents, without sampling noise."""
     mean = encode_moments(vae, x).chunk(2, dim=-1)[0]
-    return _map_chunks(_decoder(vae), mean, positions=_num_positions(vae, mean))
+    return _map_chunks(_build_decoder(vae), mean, num_positions=_count_positions(vae, mean))
 
 
-def _decoder(vae: Autoencoder) -> Callable[[Tensor], Tensor]:
+def _build_decoder(vae: Autoencoder) -> Callable[[Tensor], Tensor]:
     return lambda latent: vae.decode(latent).float()
 
 
-def _num_positions(vae: Autoencoder, latent: Tensor) -> int:
+def _count_positions(vae: Autoencoder, latent: Tensor) -> int:
     """Return the number of positions of one decoded sample."""
     factors = [vae.shape.downsample] * len(latent.shape[1:-1])
     if vae.shape.dims == 3:
@@ -78,8 +80,8 @@ def _num_positions(vae: Autoencoder, latent: Tensor) -> int:
     return math.prod(latent.shape[1:-1]) * math.prod(factors)
 
 
-def _map_chunks(compute: Callable[[Tensor], Tensor], x: Tensor, *, positions: int) -> Tensor:
+def _map_chunks(compute: Callable[[Tensor], Tensor], x: Tensor, *, num_positions: int) -> Tensor:
     """Apply `compute` to chunks of rows that fit in memory: a batch of small latents may decode to large images."""
-    size = max(1, MAX_POSITIONS // positions)
+    size = max(1, MAX_POSITIONS // num_positions)
     with torch.autocast(x.device.type, enabled=False):
         return torch.cat([compute(part) for part in x.split(size)])

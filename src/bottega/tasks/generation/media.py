@@ -27,15 +27,15 @@ class Medium(ABC):
     key: str
     """The field of a batch that is generated."""
     unit: str
-    endings: tuple[str, ...]
+    suffixes: tuple[str, ...]
     """Suffixes of single files that samples can be written to."""
 
     @abstractmethod
-    def sides(self, prepared: PreparedData) -> tuple[tuple[int, ...], int]:
+    def read_sides(self, prepared: PreparedData) -> tuple[tuple[int, ...], int]:
         """Return (grid, channels) of the prepared data as a model reads it."""
 
     @abstractmethod
-    def patch(self) -> tuple[int, ...]:
+    def get_patch(self) -> tuple[int, ...]:
         """Return the size of a patch along each axis of the grid."""
 
     @abstractmethod
@@ -56,16 +56,16 @@ class ImageMedium(Medium):
     """Images: pixels uint8 (n, height, width, channels)."""
 
     name, key, unit = "image", "image", "images"
-    endings = tuple(FORMATS)
+    suffixes = tuple(FORMATS)
 
     def __init__(self, recipe: ImageRecipe) -> None:
         self.recipe = recipe
 
-    def sides(self, prepared: PreparedData) -> tuple[tuple[int, ...], int]:
+    def read_sides(self, prepared: PreparedData) -> tuple[tuple[int, ...], int]:
         height, width, channels = load_image_encoder(prepared).bucket_shape(0)
         return (height, width), channels
 
-    def patch(self) -> tuple[int, ...]:
+    def get_patch(self) -> tuple[int, ...]:
         return (self.recipe.model.patch_size,) * 2
 
     def from_values(self, x: np.ndarray, *, device: Any = "cpu") -> np.ndarray:
@@ -83,16 +83,16 @@ class VideoMedium(Medium):
     """Clips: pixels uint8 (n, frames, height, width, channels)."""
 
     name, key, unit = "video", "video", "clips"
-    endings = (*ANIMATION_SUFFIXES, ".png")
+    suffixes = (*ANIMATION_SUFFIXES, ".png")
 
     def __init__(self, recipe: VideoRecipe, fps: int | None) -> None:
         self.recipe, self.fps = recipe, fps
 
-    def sides(self, prepared: PreparedData) -> tuple[tuple[int, ...], int]:
+    def read_sides(self, prepared: PreparedData) -> tuple[tuple[int, ...], int]:
         height, width, channels = prepared.table(prepared.training_tables[0]).columns["video"].shape
         return (self.recipe.data.num_frames, height, width), channels
 
-    def patch(self) -> tuple[int, ...]:
+    def get_patch(self) -> tuple[int, ...]:
         model = self.recipe.model
         return (model.temporal_patch_size, model.patch_size, model.patch_size)
 
@@ -106,7 +106,7 @@ class VideoMedium(Medium):
         return write_videos(samples, self.fps or 8, path, captions=captions)
 
 
-def frames_per_second(recipe: VideoRecipe, prepared: PreparedData) -> int:
+def read_fps(recipe: VideoRecipe, prepared: PreparedData) -> int:
     """Return the frame rate of the training clips."""
     rows = open_media_source(recipe, prepared, prepared.training_tables[0], is_training=False)
     assert isinstance(rows, VideoRows)

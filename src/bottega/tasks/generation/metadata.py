@@ -22,7 +22,7 @@ class GeneratorMetadata(BaseModel):
     classes: tuple[str, ...] = ()
     fps: int | None = None
     latents: LatentMetadata | None = None
-    """None where values are generated directly."""
+    """None if values are generated directly."""
 
     @property
     def sample(self) -> tuple[int, ...]:

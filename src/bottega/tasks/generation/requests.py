@@ -18,8 +18,8 @@ from bottega.tasks.generation.text_condition import TextCondition
 CONDITION_OF_FLAG = {"prompt": "text", "class": "class", "vector": "vector"}
 """Flag -> the condition that the run must have been trained with."""
 DEFAULT_COUNT = 16
-"""Samples of each requested condition without --count; samples in all where no condition is requested either."""
-TAKES = {"none": "nothing", **{condition: f"--{flag}" for flag, condition in CONDITION_OF_FLAG.items()}}
+"""Samples of each requested condition without --count; the total number of samples if no condition is requested either."""
+SUPPORTED_FLAG = {"none": "nothing", **{condition: f"--{flag}" for flag, condition in CONDITION_OF_FLAG.items()}}
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class RequestEncoder:
     classes: tuple[str, ...]
     size: int
     text: TextCondition | None
-    values: int
+    num_values: int
     """Number of values in a sample."""
 
     def encode(self, request: dict[str, Any], count: int | None) -> dict[str, np.ndarray]:
@@ -40,35 +40,35 @@ class RequestEncoder:
         for flag, condition in CONDITION_OF_FLAG.items():
             if request.get(flag) is not None and self.kind != condition:
                 raise UsageError(
-                    f"--{flag}: this run was trained with condition {self.kind}; it takes {TAKES[self.kind]}"
+                    f"--{flag}: this run was trained with condition {self.kind}; it takes {SUPPORTED_FLAG[self.kind]}"
                 )
         rows: dict[str, np.ndarray] = {}
         if self.kind == "class":
-            rows["label"] = self._labels(request.get("class"))
+            rows["label"] = self._resolve_labels(request.get("class"))
         elif self.kind == "vector":
-            rows["condition"] = self._vectors(request.get("vector"))
+            rows["condition"] = self._parse_vectors(request.get("vector"))
         elif self.text is not None:
             rows |= self.text.encode(self.text.resolve_prompts(request.get("prompt")))
-        indices = self._indices(len(next(iter(rows.values()))) if rows else 1, request, count)
+        indices = self._choose_indices(len(next(iter(rows.values()))) if rows else 1, request, count)
         rows = {name: value[indices] for name, value in rows.items()}
         return {**rows, "number": np.arange(len(indices))}
 
-    def captions(self, request: dict[str, Any], count: int | None) -> list[str] | None:
+    def list_captions(self, request: dict[str, Any], count: int | None) -> list[str] | None:
         """Return the caption of each sample: its class or prompt; None for other conditions."""
         if self.kind == "class":
-            names = [self.classes[label] for label in self._labels(request.get("class"))]
+            names = [self.classes[label] for label in self._resolve_labels(request.get("class"))]
         else:
             names = self.text.resolve_prompts(request.get("prompt")) if self.text is not None else []
-        return [names[index] for index in self._indices(len(names), request, count)] if names else None
+        return [names[index] for index in self._choose_indices(len(names), request, count)] if names else None
 
-    def _indices(self, number: int, request: dict[str, Any], count: int | None) -> np.ndarray:
-        """Return the condition of each sample: `count` of each requested one, else `count` in all, in turn."""
-        each = DEFAULT_COUNT if count is None else count
+    def _choose_indices(self, num_conditions: int, request: dict[str, Any], count: int | None) -> np.ndarray:
+        """Return the condition of each sample: `count` of each requested one; if none is requested, `count` in total, in turn."""
+        num_samples = DEFAULT_COUNT if count is None else count
         if all(request.get(flag) is None for flag in CONDITION_OF_FLAG):
-            check_sample_memory(each, each, self.values)
-            return np.arange(each) % number
-        check_sample_memory(each, number * each, self.values)
-        return np.repeat(np.arange(number), each)
+            check_sample_memory(num_samples, num_samples, self.num_values)
+            return np.arange(num_samples) % num_conditions
+        check_sample_memory(num_samples, num_conditions * num_samples, self.num_values)
+        return np.repeat(np.arange(num_conditions), num_samples)
 
     def example_flags(self) -> str:
         """Return flags to try `bottega generate` with."""
@@ -76,7 +76,7 @@ class RequestEncoder:
             return f" --class {shlex.quote(self.classes[-1])}"
         return f" --prompt {shlex.quote(self.text.prompts[0])}" if self.text is not None else ""
 
-    def _labels(self, requested: Any) -> np.ndarray:
+    def _resolve_labels(self, requested: Any) -> np.ndarray:
         names = self.classes
         if requested is None:
             return np.arange(len(names), dtype=np.int32)
@@ -85,15 +85,15 @@ class RequestEncoder:
             text = str(name)
             number = names.index(text) if text in names else int(text) if text.isdecimal() else -1
             if not 0 <= number < len(names):
-                shown = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
-                raise UsageError(f"--class {text}: unknown class; the run has {len(names)} classes: {shown}")
+                listed_names = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
+                raise UsageError(f"--class {text}: unknown class; the run has {len(names)} classes: {listed_names}")
             labels.append(number)
         return np.array(labels, np.int32)
 
-    def _vectors(self, requested: Any) -> np.ndarray:
+    def _parse_vectors(self, requested: Any) -> np.ndarray:
         if requested is None:
             raise UsageError(
-                f"--vector: this run was trained with vectors; give one of {self.size} numbers, such as 0.5,1"
+                f"--vector: this run was trained with vectors; give a vector of {self.size} numbers, such as 0.5,1"
             )
         rows = []
         is_single = isinstance(requested, str | Real) or all(isinstance(x, Real) for x in requested)
@@ -112,17 +112,17 @@ class RequestEncoder:
         return np.array(rows, np.float32)
 
 
-def supported_flags(requests: tuple[str, ...], model: Generator) -> tuple[str, ...]:
-    """Return `requests` without the flags of other conditions, and without guidance where it has no effect."""
+def select_supported_flags(requests: tuple[str, ...], model: Generator) -> tuple[str, ...]:
+    """Return `requests` without the flags of other conditions, and without guidance if it has no effect."""
     unsupported = {flag for flag, condition in CONDITION_OF_FLAG.items() if condition != model.condition}
     if model.condition == "none" or model.condition_dropout == 0:
         unsupported.add("guidance")
     return tuple(name for name in requests if name not in unsupported)
 
 
-def check_sample_memory(count: int, total: int, values: int) -> None:
+def check_sample_memory(count: int, total: int, values_per_sample: int) -> None:
     """Raise UsageError if all samples, which are in memory twice as float32, would not fit into this machine."""
-    size, memory = 8 * values, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    size, memory = 8 * values_per_sample, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if total * size > memory:
         raise UsageError(
             f"--count {count}: {total:,} samples take {total * size / 2**30:,.0f} GiB, but this machine has "

@@ -15,11 +15,11 @@ from bottega.core.types import Batch, Models
 from bottega.data.output_files import explain_write_errors, is_folder, replace_previous_files, require_suffix
 from bottega.tasks.generation.media import Medium
 from bottega.tasks.generation.metadata import GeneratorMetadata
-from bottega.tasks.generation.requests import RequestEncoder, supported_flags
+from bottega.tasks.generation.requests import RequestEncoder, select_supported_flags
 from bottega.tasks.generation.sampling_options import (
+    list_sampling_options,
     require_finite,
     resolve_sampling_options,
-    sampling_option_names,
     uses_bfloat16,
 )
 from bottega.tasks.generation.text_condition import TextCondition
@@ -28,7 +28,7 @@ from bottega.tasks.sampler import Sampler
 Progress = Callable[[str, int, int], None]
 
 
-def _silent(stage: str, done: int, total: int) -> None:
+def _ignore_progress(stage: str, done: int, total: int) -> None:
     pass
 
 
@@ -44,12 +44,12 @@ class GenerationSampler(Sampler):
         metadata: GeneratorMetadata,
         *,
         text: TextCondition | None,
-        training_vectors: Callable[[int], list[list[float]]],
+        read_training_vectors: Callable[[int], list[list[float]]],
     ) -> None:
-        """`training_vectors` returns the condition vectors of the first training samples."""
+        """`read_training_vectors` returns the condition vectors of as many training samples as it is asked for."""
         self.recipe, self.task, self.medium, self.metadata, self.text = recipe, task, medium, metadata, text
-        self._training_vectors = training_vectors
-        self.requests = ("prompt", "class", "vector", "count", "seed", *sampling_option_names(recipe.model))
+        self._read_training_vectors = read_training_vectors
+        self.requests = ("prompt", "class", "vector", "count", "seed", *list_sampling_options(recipe.model))
         condition, size = metadata.shape.condition, math.prod(metadata.sample)
         self.encoder = RequestEncoder(condition.kind, metadata.classes, condition.size, text, size)
 
@@ -61,10 +61,10 @@ class GenerationSampler(Sampler):
             flag, names = ("class", self.metadata.classes) if self.text is None else ("prompt", self.text.prompts)
             request = {flag: [names[i % len(names)] for i in range(options.count)]}
         elif self.recipe.model.condition == "vector":
-            request = {"vector": self._training_vectors(options.count)}
+            request = {"vector": self._read_training_vectors(options.count)}
         count = 1 if request else options.count
         samples = self.generate(models, device=device, **request, count=count, seed=self.recipe.seed)
-        self.medium.write(samples, folder, self.encoder.captions(request, count))
+        self.medium.write(samples, folder, self.encoder.list_captions(request, count))
 
     def generate(
         self,
@@ -75,11 +75,11 @@ class GenerationSampler(Sampler):
         seed: int = 0,
         stream: Any = None,
         batch_size: int = 256,
-        progress: Progress = _silent,
+        progress: Progress = _ignore_progress,
         **request: Any,
     ) -> np.ndarray:
         """Return pixels uint8 (n, h, w, c), audio float32 (n, samples), or clips uint8 (n, frames, h, w, c)."""
-        options = {name: request.pop(name) for name in sampling_option_names(self.recipe.model) if name in request}
+        options = {name: request.pop(name) for name in list_sampling_options(self.recipe.model) if name in request}
         rows = self.encode_request(request, count)
         values = self.draw(models, rows, device=device, seed=seed, batch_size=batch_size, progress=progress, **options)
         return self.medium.from_values(values, device=device)
@@ -92,26 +92,28 @@ class GenerationSampler(Sampler):
         device: Any,
         seed: int,
         batch_size: int = 256,
-        progress: Progress = _silent,
+        progress: Progress = _ignore_progress,
         **options: Any,
     ) -> np.ndarray:
         """Return the model's values, one sample for each row; a sample depends on its number and the seed alone."""
         options = resolve_sampling_options(self.recipe, self.task, options)
         total, samples = int(rows["number"].shape[0]), []
         for start in range(0, total, batch_size):
-            part = {
+            chunk = {
                 name: torch.from_numpy(np.ascontiguousarray(v[start : start + batch_size])).to(device)
                 for name, v in rows.items()
             }
-            rng = Noise(seed, 0, part.pop("number"), torch)
+            rng = Noise(seed, 0, chunk.pop("number"), torch)
 
-            def report(done: int, of: int, before: int = start, size: int = batch_size) -> None:
-                progress("samples", before * of + done * min(size, total - before), total * of)
+            def report(done: int, num_steps: int, num_previous: int = start, size: int = batch_size) -> None:
+                progress(
+                    "samples", num_previous * num_steps + done * min(size, total - num_previous), total * num_steps
+                )
 
-            # In bfloat16 where it was trained so: half the time on a GPU. Not float16, which could overflow.
+            # In bfloat16 if the run was trained in it, which takes half the time on a GPU. Not float16, which could overflow.
             is_bfloat16 = uses_bfloat16(device, self.recipe.training.mixed_precision)
             with torch.autocast("cuda", torch.bfloat16, enabled=is_bfloat16):
-                x = self.task.draw(models, part, rng, **options, progress=report)
+                x = self.task.draw(models, chunk, rng, **options, progress=report)
             samples.append(x.float().cpu().numpy())
         return require_finite(np.concatenate(samples))
 
@@ -122,20 +124,20 @@ class GenerationSampler(Sampler):
 
     @property
     def supported_requests(self) -> tuple[str, ...]:
-        return supported_flags(self.requests, self.recipe.model)
+        return select_supported_flags(self.requests, self.recipe.model)
 
     def example_flags(self) -> str:
         return self.encoder.example_flags()
 
     def check_output(self, path: Path) -> None:
         if not is_folder(path):
-            require_suffix(path, self.medium.endings)
+            require_suffix(path, self.medium.suffixes)
 
     def present(
         self, generated: np.ndarray, out: Path | None, *, run: Path, count: int | None = None, **request: Any
     ) -> dict[str, Any]:
         target = out or run / "generated"
-        captions = self.encoder.captions(request, count)
+        captions = self.encoder.list_captions(request, count)
         with explain_write_errors(target):
             files = replace_previous_files(target, lambda: self.medium.write(generated, target, captions))
         return {"files": [str(path) for path in files], "count": len(generated)}

@@ -12,7 +12,7 @@ from torch import Tensor
 STEPS = 1000
 """Number of steps of a schedule; the model's time input has this scale for every objective."""
 Schedule = Literal["cosine", "linear", "scaled_linear"]
-DIFFUSERS: dict[Schedule, tuple[str, float, float]] = {
+DIFFUSERS_SCHEDULES: dict[Schedule, tuple[str, float, float]] = {
     "linear": ("linear", 1e-4, 0.02),
     "scaled_linear": ("scaled_linear", 0.00085, 0.012),
     "cosine": ("squaredcos_cap_v2", 1e-4, 0.02),
@@ -27,8 +27,8 @@ def betas(schedule: Schedule) -> Tensor:
     if schedule == "scaled_linear":
         return torch.linspace(0.00085**0.5, 0.012**0.5, STEPS, dtype=torch.float64).square()
     t = torch.arange(STEPS + 1, dtype=torch.float64) / STEPS
-    bar = torch.cos((t + 0.008) / 1.008 * math.pi / 2).square()
-    return (1 - bar[1:] / bar[:-1]).clamp(max=0.999)
+    alpha_bars = torch.cos((t + 0.008) / 1.008 * math.pi / 2).square()
+    return (1 - alpha_bars[1:] / alpha_bars[:-1]).clamp(max=0.999)
 
 
 @lru_cache(maxsize=16)

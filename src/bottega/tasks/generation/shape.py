@@ -15,7 +15,7 @@ from bottega.tasks.generation.metadata import GeneratorMetadata
 from bottega.tasks.generation.paths import NoisePath
 from bottega.tasks.generation.task import Generation
 from bottega.tasks.generation.text_condition import TextCondition
-from bottega.tasks.metrics.attributes import shared_rows
+from bottega.tasks.metrics.attributes import index_attribute_values
 
 
 def build_shape(
@@ -39,12 +39,12 @@ def build_shape(
         "num_heads": model.num_heads,
     }
     size = {"class": len(classes), "vector": condition_size}.get(model.condition, 0)
-    shared = shared_rows(classes) if model.condition == "class" else ()
+    shared = index_attribute_values(classes) if model.condition == "class" else ()
     condition = ConditionShape(kind=model.condition, size=size, hidden_size=model.hidden_size, shared=shared)
     if codes is not None:
         return codes.build_shape(model, grid=grid, channels=channels, condition=condition)
     if text is not None:
-        condition = text.shape(model.hidden_size)
+        condition = text.build_shape(model.hidden_size)
         common["context_size"] = condition.text_size
     try:
         if model.backbone == "unet":

@@ -30,7 +30,7 @@ def sample(
     """Return samples for the noise `start`; rows are independent, so a sample does not depend on its batch."""
     times = path.grid(steps, start.device)
     alphas, sigmas = (level.tolist() for level in path.grid_levels(times))
-    x, last = start.float(), None
+    x, previous = start.float(), None
 
     def split(x: Tensor, i: int) -> tuple[Tensor, Tensor]:
         model_time = path.model_time(times[i].float()).expand(len(x))
@@ -39,44 +39,54 @@ def sample(
         )
 
     for i in range(steps):
-        a, b, s, r = alphas[i], alphas[i + 1], sigmas[i], sigmas[i + 1]
+        alpha, next_alpha, sigma, next_sigma = alphas[i], alphas[i + 1], sigmas[i], sigmas[i + 1]
         clean, noise = split(x, i)
         if method == "dpm":
-            x, last = _multistep(x, clean, last, (a, b), (s, r)), (clean, _log_ratio(a, s))
+            x, previous = (
+                _take_dpm_step(x, clean, previous, (alpha, next_alpha), (sigma, next_sigma)),
+                (clean, _compute_log_ratio(alpha, sigma)),
+            )
         else:
-            ahead = x + (b - a) * clean + (r - s) * noise
+            next_x = x + (next_alpha - alpha) * clean + (next_sigma - sigma) * noise
             # At the end sigma is 0 and the noise is undefined, so the last step is an Euler step.
             if method == "heun" and i + 1 < steps:
-                clean_ahead, noise_ahead = split(ahead, i + 1)
-                ahead = x + (b - a) * (clean + clean_ahead) / 2 + (r - s) * (noise + noise_ahead) / 2
-            x = ahead
+                clean_ahead, noise_ahead = split(next_x, i + 1)
+                next_x = (
+                    x
+                    + (next_alpha - alpha) * (clean + clean_ahead) / 2
+                    + (next_sigma - sigma) * (noise + noise_ahead) / 2
+                )
+            x = next_x
         progress(i + 1, steps)
     return x
 
 
-def _multistep(
+def _take_dpm_step(
     x: Tensor,
     clean: Tensor,
-    last: tuple[Tensor, float] | None,
+    previous: tuple[Tensor, float] | None,
     alphas: tuple[float, float],
     sigmas: tuple[float, float],
 ) -> Tensor:
     """One step of DPM-Solver++(2M) (Lu et al., 2022); first order where the log of alpha/sigma is not finite."""
-    current, following = _log_ratio(alphas[0], sigmas[0]), _log_ratio(alphas[1], sigmas[1])
-    width = following - current
-    guess = clean
-    if last is not None and all(map(_is_finite, (current, following, last[1]))):
+    current_log_ratio, next_log_ratio = (
+        _compute_log_ratio(alphas[0], sigmas[0]),
+        _compute_log_ratio(alphas[1], sigmas[1]),
+    )
+    step_size = next_log_ratio - current_log_ratio
+    extrapolated = clean
+    if previous is not None and all(map(_is_finite, (current_log_ratio, next_log_ratio, previous[1]))):
         # Near the data the log-SNR grows faster with every step while `clean` hardly changes: extrapolation by the ratio of
         # the widths, as published, overshot by 0.36 in 8 steps; limited to a ratio of 1 or more, the error is 0.04.
-        ratio = max(1.0, (current - last[1]) / width)
-        guess = clean + (clean - last[0]) / (2 * ratio)
+        ratio = max(1.0, (current_log_ratio - previous[1]) / step_size)
+        extrapolated = clean + (clean - previous[0]) / (2 * ratio)
     if sigmas[1] == 0:
-        return guess
-    decay = 0.0 if not _is_finite(width) else float(torch.exp(torch.tensor(-width, dtype=torch.float64)))
-    return sigmas[1] / sigmas[0] * x + alphas[1] * (1 - decay) * guess
+        return extrapolated
+    decay = 0.0 if not _is_finite(step_size) else float(torch.exp(torch.tensor(-step_size, dtype=torch.float64)))
+    return sigmas[1] / sigmas[0] * x + alphas[1] * (1 - decay) * extrapolated
 
 
-def _log_ratio(alpha: float, sigma: float) -> float:
+def _compute_log_ratio(alpha: float, sigma: float) -> float:
     if alpha <= 0:
         return -torch.inf
     return torch.inf if sigma <= 0 else float(torch.log(torch.tensor(alpha / sigma, dtype=torch.float64)))

@@ -35,11 +35,11 @@ class Generation(Task):
     latents: Latents | None = None
     """The autoencoder whose latents are generated; None generates values directly."""
     text: FrozenText | None = None
-    """A frozen text encoder; None where there is no text, or the encoder is trained inside the model."""
+    """A frozen text encoder; None if there is no text, or if the encoder is trained inside the model."""
     empty_text: tuple[int, ...] = ()
     """Tokens (length,) of the empty caption, which stands for no condition."""
     empty_length: int = 1
-    """How many of them are text; the others are padding."""
+    """Number of these tokens that are text; the others are padding."""
     pretrained: str | None = None
 
     def specs(self) -> dict[str, ModelSpec]:
@@ -64,8 +64,8 @@ class Generation(Task):
 
         if self.pretrained is None:
             is_unet = isinstance(self.shape.backbone, UNetShape)
-            last = ("backbone.unet.conv_out",) if is_unet else ("backbone.out", "backbone.modulation_out")
-            return (*last, "condition")
+            last_layers = ("backbone.unet.conv_out",) if is_unet else ("backbone.out", "backbone.modulation_out")
+            return (*last_layers, "condition")
         has_condition = any(name.startswith("condition.") for name in read_generator(Path(self.pretrained)))
         return () if has_condition else ("condition",)
 
@@ -75,11 +75,11 @@ class Generation(Task):
         return {"loss": float(len(batch[PRECOMPUTED if PRECOMPUTED in batch else self.key]))}
 
     def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
-        clean = self._clean(models, batch, rng)
+        clean = self._encode_clean(models, batch, rng)
         noise = rng.normal("noise", tuple(clean.shape[1:]))
         t = self.path.draw_times(rng)
         alpha, sigma = (_broadcast(level.float(), clean) for level in self.path.levels(t))
-        condition = self._condition(models, batch, drop=rng.uniform("drop") < self.condition_dropout)
+        condition = self._encode_condition(models, batch, drop=rng.uniform("drop") < self.condition_dropout)
         predicted = models["model"](alpha * clean + sigma * noise, self.path.model_time(t), **condition)
         error = self.path.error(predicted, clean, noise, alpha, sigma)
         if "weight" in batch:
@@ -99,28 +99,32 @@ class Generation(Task):
     ) -> Tensor:
         """Return one sample for each row of conditions; guidance 1 is the conditional model, 0 the unconditional one."""
         start = rng.normal("start", self.shape.sample)
-        none = torch.ones(len(start), dtype=torch.bool, device=start.device)
-        with_condition = self._condition(models, batch, drop=~none)
-        without = self._condition(models, batch, drop=none) if self.shape.condition.kind != "none" else with_condition
+        drop_all = torch.ones(len(start), dtype=torch.bool, device=start.device)
+        with_condition = self._encode_condition(models, batch, drop=~drop_all)
+        without_condition = (
+            self._encode_condition(models, batch, drop=drop_all)
+            if self.shape.condition.kind != "none"
+            else with_condition
+        )
 
         def predict(x: Tensor, time: Tensor) -> Tensor:
             if guidance == 1 or self.shape.condition.kind == "none":
                 return models["model"](x, time, **with_condition)
-            plain = models["model"](x, time, **without).float()
+            unconditional = models["model"](x, time, **without_condition).float()
             if guidance == 0:
-                return plain
-            return plain + guidance * (models["model"](x, time, **with_condition).float() - plain)
+                return unconditional
+            return unconditional + guidance * (models["model"](x, time, **with_condition).float() - unconditional)
 
         x = solvers.sample(predict, start, self.path, steps=steps, method=method, progress=progress)
         return x if self.latents is None else self.latents.decode(models["vae"], x)
 
-    def _clean(self, models: Models, batch: Batch, rng: Noise) -> Tensor:
+    def _encode_clean(self, models: Models, batch: Batch, rng: Noise) -> Tensor:
         if self.latents is None:
             # Audio with one axis is generated as frames with all bands as channels; the data has bands and one channel.
             return batch[self.key].reshape(-1, *self.shape.sample)
         return self.latents.encode(models["vae"], batch, self.key, rng)
 
-    def _condition(self, models: Models, batch: Batch, *, drop: Tensor) -> dict[str, Tensor]:
+    def _encode_condition(self, models: Models, batch: Batch, *, drop: Tensor) -> dict[str, Tensor]:
         kind = self.shape.condition.kind
         if kind == "none":
             return {}
@@ -130,7 +134,7 @@ class Generation(Task):
                 "drop": drop,
             }
         ids, mask = batch["input_ids"].long(), batch["attention_mask"] > 0
-        empty = _token_tensor(self.empty_text, ids.device)
+        empty = _copy_tokens(self.empty_text, ids.device)
         is_text = torch.arange(len(empty), device=ids.device) < self.empty_length
         ids, mask = torch.where(drop[:, None], empty, ids), torch.where(drop[:, None], is_text, mask)
         if self.text is None:
@@ -144,6 +148,6 @@ def _broadcast(level: Tensor, x: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=16)
-def _token_tensor(tokens: tuple[int, ...], device: torch.device) -> Tensor:
+def _copy_tokens(tokens: tuple[int, ...], device: torch.device) -> Tensor:
     """Return tokens as a tensor, cached for each device: a copy would make the host wait."""
     return torch.tensor(tokens, device=device)

@@ -23,7 +23,7 @@ class FrozenText(BaseModel):
     depend on the end tokens after a caption."""
 
     def spec(self) -> ModelSpec:
-        """How the frozen text encoder is loaded."""
+        """Return how the frozen text encoder is loaded."""
         return ModelSpec("bottega.models.text_encoder:load_text_encoder", Path(self.folder))
 
     @torch.no_grad()

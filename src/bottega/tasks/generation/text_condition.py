@@ -24,12 +24,12 @@ from bottega.tasks.generation.config import AudioRecipe, ImageRecipe, TextEncode
 from bottega.tasks.generation.text import FrozenText
 from bottega.tasks.metadata import read_metadata
 
-FOLDER, METADATA_FILE = "text", "text.json"
+TOKENIZER_FOLDER, METADATA_FILE = "text", "text.json"
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "spiece.model", "tokenizer.model")
 DEFAULT_MAX_TOKENS, MAX_FROZEN_TOKENS = 32, 128
 """Default lengths of captions: with an encoder that is trained, and at most with a frozen one."""
 NUM_SAVED_PROMPTS, NUM_DEFAULT_PROMPTS = 16, 4
-"""Captions of the data that are saved with a run, and how many of them are used where no prompt is given."""
+"""Captions of the data that are saved with a run, and how many of them are used if no prompt is given."""
 
 
 class TextMetadata(BaseModel):
@@ -42,7 +42,7 @@ class TextMetadata(BaseModel):
     encoder: str | None = None
     """Folder of a frozen encoder; None is an encoder inside the model."""
     content: str | None = None
-    """Hash of the frozen encoder: the model works with no other."""
+    """Hash of the frozen encoder: the model works only with the encoder it was trained with."""
     width: int = 0
     vocab_size: int = 0
     is_masked: bool = True
@@ -58,13 +58,13 @@ class TextCondition:
     options: TextEncoderOptions
     prompts: tuple[str, ...]
 
-    def shape(self, hidden_size: int) -> ConditionShape:
+    def build_shape(self, hidden_size: int) -> ConditionShape:
         """Return the shape of the condition in a model of this width."""
         if self.metadata.encoder is not None:
             sizes: dict[str, Any] = {"text_size": self.metadata.width}
         else:
-            own = self.options
-            sizes = {"text_size": own.hidden_size, "text_layers": own.num_layers}
+            trained_encoder = self.options
+            sizes = {"text_size": trained_encoder.hidden_size, "text_layers": trained_encoder.num_layers}
             sizes["vocab_size"] = self.tokens.tokenizer.vocab_size
         return ConditionShape(kind="text", hidden_size=hidden_size, max_tokens=self.tokens.length, **sizes)
 
@@ -93,24 +93,24 @@ class TextCondition:
 
     def save(self, processor: Path) -> None:
         """Write the tokenizer, and what identifies the text encoder, to a processor folder."""
-        folder = processor / FOLDER
+        folder = processor / TOKENIZER_FOLDER
         self.tokens.save(folder)
         (folder / METADATA_FILE).write_text(self.metadata.model_dump_json(indent=1) + "\n")
 
-    def check(self, processor: Path) -> None:
-        """Raise CheckpointError if a saved processor is of another encoder or tokenizer."""
-        before = _read_saved(processor)
-        name, previous = self.metadata.encoder or "model.text", before.encoder or "its own"
+    def check_saved(self, processor: Path) -> None:
+        """Raise CheckpointError if a saved processor belongs to another encoder or tokenizer."""
+        recorded = _read_saved_metadata(processor)
+        name, recorded_encoder = self.metadata.encoder or "model.text", recorded.encoder or "its own"
         check_same_model(
             "text encoder",
             current_hash=self.metadata.content,
-            recorded_hash=before.content,
+            recorded_hash=recorded.content,
             name=name,
-            recorded=previous,
+            recorded=recorded_encoder,
         )
-        if CaptionTokenizer(processor / FOLDER, before.max_tokens).fingerprint != self.tokens.fingerprint:
+        if CaptionTokenizer(processor / TOKENIZER_FOLDER, recorded.max_tokens).fingerprint != self.tokens.fingerprint:
             raise CheckpointError(
-                f"{processor / FOLDER}: the tokens of the captions differ from those of this run; start over with "
+                f"{processor / TOKENIZER_FOLDER}: the tokens of the captions differ from those of this run; start over with "
                 "--fresh"
             )
 
@@ -133,20 +133,20 @@ def open_text_condition(recipe: ImageRecipe | AudioRecipe | VideoRecipe, prepare
         metadata = TextMetadata(max_tokens=options.max_tokens or DEFAULT_MAX_TOKENS, prompts=captions)
     else:
         encoder, tokenizer = resolve_encoder_folders(dependencies.resolve_reference(recipe, options.from_))
-        folder = _tokenizer_folder(tokenizer)
-        metadata = _frozen_metadata(encoder, options, captions)
+        folder = _find_tokenizer_folder(tokenizer)
+        metadata = _build_frozen_metadata(encoder, options, captions)
     tokens = CaptionTokenizer(folder, metadata.max_tokens)
     if metadata.encoder is not None and tokens.tokenizer.vocab_size > metadata.vocab_size:
         raise UsageError(
             f"model.text.from: {folder} has {tokens.tokenizer.vocab_size} tokens, but {metadata.encoder} has "
-            f"{metadata.vocab_size} embeddings; they do not match"
+            f"{metadata.vocab_size} embeddings; give an encoder with its own tokenizer"
         )
     return TextCondition(tokens, metadata, options, recipe.samples.prompts or captions)
 
 
 def reopen_text_condition(recipe: ImageRecipe | AudioRecipe | VideoRecipe, processor: Path) -> TextCondition:
     """Return the text condition of a finished run; a frozen encoder must be unchanged."""
-    metadata, runs = _read_saved(processor), processor.absolute().parent.parent
+    metadata, runs = _read_saved_metadata(processor), processor.absolute().parent.parent
     if metadata.encoder is not None:
         recorded, name = Path(metadata.encoder), recipe.model.text.from_ or metadata.encoder
         candidates = (
@@ -155,7 +155,7 @@ def reopen_text_condition(recipe: ImageRecipe | AudioRecipe | VideoRecipe, proce
         )
         folder = find_frozen_model("text encoder", metadata.content, candidates, recorded_folder=metadata.encoder)
         metadata = metadata.model_copy(update={"encoder": str(folder)})
-    tokens = CaptionTokenizer(processor / FOLDER, metadata.max_tokens)
+    tokens = CaptionTokenizer(processor / TOKENIZER_FOLDER, metadata.max_tokens)
     return TextCondition(tokens, metadata, recipe.model.text, recipe.samples.prompts or metadata.prompts)
 
 
@@ -166,21 +166,21 @@ def resolve_encoder_folders(name: str) -> tuple[Path, Path]:
     if encoder != folder:
         return encoder, folder / "tokenizer"
     tokenizer_folder = folder.parent / "tokenizer"
-    has_own = any((folder / file).is_file() for file in TOKENIZER_FILES)
-    return folder, folder if has_own or not tokenizer_folder.is_dir() else tokenizer_folder
+    has_tokenizer = any((folder / file).is_file() for file in TOKENIZER_FILES)
+    return folder, folder if has_tokenizer or not tokenizer_folder.is_dir() else tokenizer_folder
 
 
-def _frozen_metadata(encoder: Path, options: TextEncoderOptions, prompts: tuple[str, ...]) -> TextMetadata:
+def _build_frozen_metadata(encoder: Path, options: TextEncoderOptions, prompts: tuple[str, ...]) -> TextMetadata:
     from bottega.models.text_encoder import read_text_encoder_metadata
 
     config = read_text_encoder_metadata(encoder)
-    most = config.max_positions
-    if options.max_tokens is not None and most is not None and options.max_tokens > most:
+    max_positions = config.max_positions
+    if options.max_tokens is not None and max_positions is not None and options.max_tokens > max_positions:
         raise UsageError(
-            f"model.text.max_tokens: {options.max_tokens} is more than the {most} that {encoder} can read; lower it"
+            f"model.text.max_tokens: {options.max_tokens} is more than the {max_positions} that {encoder} can read; lower it"
         )
     return TextMetadata(
-        max_tokens=options.max_tokens or min(MAX_FROZEN_TOKENS, most or MAX_FROZEN_TOKENS),
+        max_tokens=options.max_tokens or min(MAX_FROZEN_TOKENS, max_positions or MAX_FROZEN_TOKENS),
         prompts=prompts,
         encoder=str(encoder),
         content=hash_model_folder(encoder),
@@ -190,7 +190,7 @@ def _frozen_metadata(encoder: Path, options: TextEncoderOptions, prompts: tuple[
     )
 
 
-def _tokenizer_folder(folder: Path) -> Path:
+def _find_tokenizer_folder(folder: Path) -> Path:
     """Return a folder with a tokenizer.json: itself, or older files converted by transformers, in the cache."""
     if (folder / "tokenizer.json").is_file():
         return folder
@@ -199,10 +199,10 @@ def _tokenizer_folder(folder: Path) -> Path:
         raise UsageError(f"model.text.from: {folder} has no tokenizer; put its tokenizer.json there")
     hashes = [(file.name, digest) for file, digest in zip(files, hash_files(files), strict=True)]
     key = hashlib.sha256(repr(("tokenizer", hashes)).encode()).hexdigest()[:32]
-    return get_or_build(default_cache(), key, lambda target: _convert(folder, target))
+    return get_or_build(default_cache(), key, lambda target: _convert_tokenizer(folder, target))
 
 
-def _convert(folder: Path, target: Path) -> None:
+def _convert_tokenizer(folder: Path, target: Path) -> None:
     try:
         from transformers import AutoTokenizer
 
@@ -212,5 +212,5 @@ def _convert(folder: Path, target: Path) -> None:
         raise EnvironmentProblem(f"model.text.from: the tokenizer of {folder} cannot be read: {reason}") from error
 
 
-def _read_saved(processor: Path) -> TextMetadata:
-    return read_metadata(processor / FOLDER / METADATA_FILE, TextMetadata.model_validate_json)
+def _read_saved_metadata(processor: Path) -> TextMetadata:
+    return read_metadata(processor / TOKENIZER_FOLDER / METADATA_FILE, TextMetadata.model_validate_json)

@@ -24,18 +24,18 @@ from bottega.data.text.captions import CaptionRows
 from bottega.models.device import choose_device
 from bottega.tasks.base_model import find_base_folder
 from bottega.tasks.frozen_models import collect_frozen_hashes
-from bottega.tasks.generation.audio import VOCODER, AudioMedium, open_audio, reopen_audio
+from bottega.tasks.generation.audio import VOCODER_FOLDER, AudioMedium, open_audio, reopen_audio
 from bottega.tasks.generation.code_tokenizer import CodeTokenizer, reopen_code_tokenizer, resolve_code_tokenizer
 from bottega.tasks.generation.config import AudioRecipe, ImageRecipe, VideoRecipe
 from bottega.tasks.generation.latent_space import LatentSpace, compute_latents, open_latent_space
 from bottega.tasks.generation.latents import reconstruct
-from bottega.tasks.generation.media import ImageMedium, Medium, VideoMedium, frames_per_second
+from bottega.tasks.generation.media import ImageMedium, Medium, VideoMedium, read_fps
 from bottega.tasks.generation.metadata import METADATA_FILE, GeneratorMetadata, read_generator_metadata
 from bottega.tasks.generation.sampler import GenerationSampler
 from bottega.tasks.generation.sampling_options import resolve_sampling_options
 from bottega.tasks.generation.shape import build_shape, build_task
 from bottega.tasks.generation.text_condition import TextCondition, open_text_condition, reopen_text_condition
-from bottega.tasks.media_tables import MediaProcessor, MediaTables, mel_samples, prepare_quietly
+from bottega.tasks.media_tables import MediaProcessor, MediaTables, prepare_quietly, to_mel_samples
 from bottega.tasks.table_data import TableData
 from bottega.tasks.workload import Workload
 
@@ -44,7 +44,7 @@ Progress = Callable[[str, int, int], None]
 
 
 def open_workload(recipe: Recipe, *, progress: Progress) -> GenerationWorkload:
-    """Prepare the data of a recipe, and compute its latents where data.latents is set."""
+    """Prepare the data of a recipe, and compute its latents if data.latents is set."""
     checked = _check_recipe(recipe)
     prepared, model = prepare_media(checked, progress=progress), checked.model
     codes = resolve_code_tokenizer(checked) if model.backbone == "tokens" else None
@@ -52,11 +52,11 @@ def open_workload(recipe: Recipe, *, progress: Progress) -> GenerationWorkload:
     text = open_text_condition(checked, prepared) if model.condition == "text" else None
     base_folder = find_base_folder(checked)
     medium = _open_medium(checked, prepared, space=space, codes=codes)
-    metadata = _measure(checked, prepared, medium, codes=codes, space=space, text=text, base_folder=base_folder)
+    metadata = _build_metadata(checked, prepared, medium, codes=codes, space=space, text=text, base_folder=base_folder)
     task = build_task(model, medium.key, metadata, codes=codes, text=text, base_folder=base_folder)
-    # Now rather than hours later, when the first sample is drawn.
+    # Invalid options raise now rather than hours later, when the first sample is drawn.
     resolve_sampling_options(checked, task, {}, prefix="samples.")
-    tables = _media_tables(checked, medium, metadata, text)
+    tables = _build_media_tables(checked, medium, metadata, text)
     latents = _cache_latents(checked, prepared, medium, metadata, tables, progress)
     return GenerationWorkload(
         checked, medium, metadata, task, tables, codes=codes, text=text, prepared=prepared, latents=latents
@@ -75,7 +75,7 @@ def reopen_workload(recipe: Recipe, processor: Path, fingerprint: str) -> Genera
         metadata = metadata.model_copy(update={"latents": metadata.latents.relocate(checked, processor)})
     medium = _reopen_medium(checked, processor, metadata)
     task = build_task(model, medium.key, metadata, codes=codes, text=text, base_folder=base_folder)
-    tables = _media_tables(checked, medium, metadata, text)
+    tables = _build_media_tables(checked, medium, metadata, text)
     return GenerationWorkload(
         checked, medium, metadata, task, tables, codes=codes, text=text, expected_fingerprint=fingerprint
     )
@@ -107,7 +107,7 @@ class GenerationWorkload(Workload):
     ) -> None:
         """Take either prepared data, or the fingerprint that the data of a finished run must have.
 
-        `latents` are tables of latents that were computed beforehand, by the names of the tables that they are of.
+        `latents` are tables of latents that were computed beforehand, by the names of their tables.
         """
         self.recipe, self.medium, self.metadata, self.task = recipe, medium, metadata, task
         self.tables, self.codes, self.text, self._latents = tables, codes, text, latents or {}
@@ -122,10 +122,14 @@ class GenerationWorkload(Workload):
             read_external=tables.read_external,
             prepared=prepared,
             expected_fingerprint=expected_fingerprint,
-            notes=tables.notes,
+            notes=tables.collect_notes,
         )
         self.processor = MediaProcessor(
-            metadata, read=self._read_saved, write_files=self._write_files, mel=tables.mel, has_files=self._has_vocoder
+            metadata,
+            read=self._read_saved_metadata,
+            write_files=self._write_files,
+            mel=tables.mel,
+            has_files=self._has_vocoder,
         )
         self.sampler = GenerationSampler(
             recipe,
@@ -133,7 +137,7 @@ class GenerationWorkload(Workload):
             medium,
             metadata,
             text=text,
-            training_vectors=lambda count: _condition_vectors(recipe, self.data.prepared, count),
+            read_training_vectors=lambda count: _read_condition_vectors(recipe, self.data.prepared, count),
         )
 
     @property
@@ -143,18 +147,18 @@ class GenerationWorkload(Workload):
     def _read_table(self, prepared: PreparedData, name: str, *, is_training: bool) -> Source:
         if name not in self._latents:
             return self.tables.read(prepared, name, is_training=is_training)
-        rows = self.tables.rows(prepared, name, is_training=is_training)
-        return _with_captions(LatentRows(rows, self._latents[name]), rows, self.text)
+        rows = self.tables.read_rows(prepared, name, is_training=is_training)
+        return _add_captions(LatentRows(rows, self._latents[name]), rows, self.text)
 
     def read_raw(self, name: str) -> Source:
         """Return a table of the run as it was prepared (audio as waveforms), with captions if the run has any."""
-        rows = self.tables.rows(self.data.prepared, name)
-        return self.data.limit(name, _with_captions(rows, rows, self.text))
+        rows = self.tables.read_rows(self.data.prepared, name)
+        return self.data.limit(name, _add_captions(rows, rows, self.text))
 
     def read_external_raw(self, external: ExternalData) -> Source:
-        """Return other data in the same form."""
-        rows = self.tables.external_rows(external)
-        return _with_captions(rows, rows, self.text)
+        """Return other data in the form of `read_raw`."""
+        rows = self.tables.read_external_rows(external)
+        return _add_captions(rows, rows, self.text)
 
     def round_trip(self, models: Models, samples: np.ndarray, device: Any) -> np.ndarray:
         """Return real samples as a perfect model would generate them: through everything that loses information."""
@@ -170,16 +174,16 @@ class GenerationWorkload(Workload):
             values = x.cpu().numpy()
         return self.medium.from_values(values, device=device)
 
-    def _read_saved(self, folder: Path) -> GeneratorMetadata:
+    def _read_saved_metadata(self, folder: Path) -> GeneratorMetadata:
         """Read the metadata of a saved processor, after checking that its frozen models are the same."""
         previous = read_generator_metadata(folder)
         if self.text is not None:
-            self.text.check(folder)
+            self.text.check_saved(folder)
         if self.codes is not None:
-            self.codes.check(folder)
+            self.codes.check_saved(folder)
         latents = self.metadata.latents
         if latents is not None:
-            latents.check(previous.latents)
+            latents.check_recorded(previous.latents)
             # The same autoencoder, whose folder may have been moved.
             previous = previous.model_copy(update={"latents": latents})
         return previous
@@ -191,11 +195,11 @@ class GenerationWorkload(Workload):
         if self.codes is not None:
             self.codes.save(folder)
         if isinstance(self.medium, AudioMedium) and self.medium.vocoder is not None:
-            self.medium.vocoder.save(folder / VOCODER)
+            self.medium.vocoder.save(folder / VOCODER_FOLDER)
 
     def _has_vocoder(self, folder: Path) -> bool:
         is_needed = isinstance(self.medium, AudioMedium) and self.medium.vocoder is not None
-        return not is_needed or (folder / VOCODER).is_dir()
+        return not is_needed or (folder / VOCODER_FOLDER).is_dir()
 
     def export(self, models: Models, folder: Path) -> dict[str, Any]:
         from bottega.tasks.generation.export import export_generator
@@ -219,7 +223,7 @@ def _open_medium(
     if isinstance(recipe, AudioRecipe):
         return open_audio(recipe, prepared, space=space, codes=codes)
     if isinstance(recipe, VideoRecipe):
-        return VideoMedium(recipe, frames_per_second(recipe, prepared))
+        return VideoMedium(recipe, read_fps(recipe, prepared))
     return ImageMedium(recipe)
 
 
@@ -229,7 +233,7 @@ def _reopen_medium(recipe: GeneratorRecipe, processor: Path, metadata: Generator
     return VideoMedium(recipe, metadata.fps) if isinstance(recipe, VideoRecipe) else ImageMedium(recipe)
 
 
-def _measure(
+def _build_metadata(
     recipe: GeneratorRecipe,
     prepared: PreparedData,
     medium: Medium,
@@ -239,18 +243,18 @@ def _measure(
     text: TextCondition | None,
     base_folder: Path | None,
 ) -> GeneratorMetadata:
-    """Return the shapes and classes of the prepared data; raises where the recipe states others."""
+    """Return the shapes and classes of the prepared data; raise DataError if the recipe states different ones."""
     classes, num_classes = tuple(prepared.classes.names), recipe.model.num_classes
     if recipe.model.condition == "class" and num_classes is not None and len(classes) != num_classes:
         raise DataError(f"model.num_classes: {num_classes}, but the data has {len(classes)} classes; remove it")
-    sides = medium.sides(prepared)
-    latents = space.metadata(*sides) if space is not None else None
+    sides = medium.read_sides(prepared)
+    latents = space.build_metadata(*sides) if space is not None else None
     shape = build_shape(
         recipe.model,
-        space.latent_sides(*sides) if space is not None else sides,
-        medium.patch(),
+        space.compute_latent_sides(*sides) if space is not None else sides,
+        medium.get_patch(),
         classes,
-        condition_size=_condition_size(recipe, prepared),
+        condition_size=_read_condition_size(recipe, prepared),
         codes=codes,
         text=text,
         base_folder=base_folder,
@@ -259,17 +263,17 @@ def _measure(
     return GeneratorMetadata(shape=shape, classes=classes, fps=fps, latents=latents)
 
 
-def _condition_size(recipe: GeneratorRecipe, prepared: PreparedData) -> int:
-    """Return the width of the condition vectors, or 0 where the condition is another one."""
+def _read_condition_size(recipe: GeneratorRecipe, prepared: PreparedData) -> int:
+    """Return the width of the condition vectors, or 0 if the condition is not a vector."""
     if recipe.model.condition != "vector":
         return 0
-    size, expected = len(_condition_vectors(recipe, prepared, 1)[0]), recipe.model.condition_size
+    size, expected = len(_read_condition_vectors(recipe, prepared, 1)[0]), recipe.model.condition_size
     if expected is not None and expected != size:
         raise DataError(f"model.condition_size: {expected}, but the vectors of the data have {size} numbers; remove it")
     return size
 
 
-def _condition_vectors(recipe: GeneratorRecipe, prepared: PreparedData, count: int) -> list[list[float]]:
+def _read_condition_vectors(recipe: GeneratorRecipe, prepared: PreparedData, count: int) -> list[list[float]]:
     """Return the condition vectors of the first training samples."""
     rows = open_media_source(recipe, prepared, prepared.training_tables[0], is_training=False)
     index = np.arange(count) % len(rows)
@@ -277,7 +281,7 @@ def _condition_vectors(recipe: GeneratorRecipe, prepared: PreparedData, count: i
     return vectors
 
 
-def _media_tables(
+def _build_media_tables(
     recipe: GeneratorRecipe, medium: Medium, metadata: GeneratorMetadata, text: TextCondition | None
 ) -> MediaTables:
     condition, mel = metadata.shape.condition, medium.mel if isinstance(medium, AudioMedium) else None
@@ -285,7 +289,7 @@ def _media_tables(
     def check_rows(rows: Any, where: str) -> None:
         if condition.kind == "vector" and rows.conditions.size != condition.size:
             raise DataError(
-                f"{where}: has vectors of {rows.conditions.size} numbers, but this run was trained on "
+                f"{where} has vectors of {rows.conditions.size} numbers, but this run was trained on "
                 f"vectors of {condition.size}"
             )
 
@@ -294,12 +298,12 @@ def _media_tables(
         frame=metadata.sample[-3:],
         classes=Classes(metadata.classes),
         mel=mel,
-        to_samples=lambda rows: _with_captions(mel_samples(rows, mel), rows, text),
+        to_samples=lambda rows: _add_captions(to_mel_samples(rows, mel), rows, text),
         check_rows=check_rows,
     )
 
 
-def _with_captions(samples: Source, rows: Any, text: TextCondition | None) -> Source:
+def _add_captions(samples: Source, rows: Any, text: TextCondition | None) -> Source:
     return samples if text is None else CaptionRows(samples, rows.table, text.tokens)
 
 
@@ -311,12 +315,12 @@ def _cache_latents(
     tables: MediaTables,
     progress: Progress,
 ) -> dict[str, Table]:
-    """Compute the latents of the training and validation tables where data.latents is set."""
+    """Compute the latents of the training and validation tables if data.latents is set."""
     if not recipe.data.latents or metadata.latents is None:
         return {}
     names = [name for name in prepared.tables if name != "test"]
-    rows = {name: tables.rows(prepared, name, is_training=name not in ("validation", "test")) for name in names}
-    samples = {name: (table, mel_samples(table, tables.mel)) for name, table in rows.items()}
+    rows = {name: tables.read_rows(prepared, name, is_training=name not in ("validation", "test")) for name in names}
+    samples = {name: (table, to_mel_samples(table, tables.mel)) for name, table in rows.items()}
     return compute_latents(
         metadata.latents,
         metadata.shape.sample,

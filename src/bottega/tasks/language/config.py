@@ -69,7 +69,7 @@ class LanguageModel(Model):
     )
     attention_every: Positive | None = Field(None, description="hybrid: attention in every n-th layer; null is 4")
 
-    def explicit_dimensions(self) -> dict[str, Any]:
+    def get_explicit_dimensions(self) -> dict[str, Any]:
         """Return the dimensions that the recipe sets itself, without those of a size or of pretrained weights."""
         values = self.model_dump(exclude={"kind", "size", "from_"})
         return {key: value for key, value in values.items() if value is not None}
@@ -124,7 +124,7 @@ def _find_dimension_conflicts(model: LanguageModel) -> list[tuple[str, str, str]
     """Return conflicts between dimensions, such as one set by the recipe and another that comes with the size."""
     if model.from_ is not None:
         return []
-    explicit = model.explicit_dimensions()
+    explicit = model.get_explicit_dimensions()
     unused = find_unused_keys(model.kind, model.size, explicit)
     conflicts = [(f"model.{key}", "model.kind", text) for key, text in unused]
     if conflicts or (model.size is None and None in (model.hidden_size, model.num_layers)):

@@ -53,7 +53,7 @@ def plan_language_data(data: TextData, spec: TokenizerSpec) -> PreparationPlan:
     if (pretrained or spec).kind == "words":
         raise UsageError("data.tokenizer: words cannot be decoded to text, which a language model needs; use bpe")
 
-    def encoder(texts: PlannedTexts, folder: Path, progress: ProgressCallback) -> TokenEncoder:
+    def build_encoder(texts: PlannedTexts, folder: Path, progress: ProgressCallback) -> TokenEncoder:
         tokenizer = load_or_train_tokenizer(spec, pretrained, texts, folder / "tokenizer", progress)
         tokenizer.byte_lengths.astype("<i4").tofile(folder / BYTE_LENGTHS)
         ends = not (tokenizer.kind == "characters" and _is_one_text(inputs))
@@ -65,8 +65,8 @@ def plan_language_data(data: TextData, spec: TokenizerSpec) -> PreparationPlan:
         split_fractions=fractions,
         data=data,
         rules=rules,
-        build_encoder=encoder,
-        options=tokenizer_cache_key(spec, pretrained),
+        build_encoder=build_encoder,
+        options=build_tokenizer_cache_key(spec, pretrained),
         deduplicate=data.deduplicate,
     )
 
@@ -76,7 +76,7 @@ def load_pretrained_tokenizer(spec: TokenizerSpec) -> Tokenizer | None:
     return build_tokenizer(spec, ()) if spec.kind == "pretrained" else None
 
 
-def tokenizer_cache_key(spec: TokenizerSpec, pretrained: Tokenizer | None) -> tuple[Any, ...]:
+def build_tokenizer_cache_key(spec: TokenizerSpec, pretrained: Tokenizer | None) -> tuple[Any, ...]:
     """Return the options of a tokenizer that change the tokens, for the cache key of the prepared data."""
     fingerprint = pretrained.fingerprint if pretrained is not None else None
     return (spec.kind, spec.vocab_size if spec.kind == "bpe" else None, fingerprint)

@@ -51,42 +51,44 @@ def generate_tokens(
     in_context = slice(-model.shape.context, None) if model.shape.has_attention else slice(None)
     rows = [_Row(list(prompt), list(prompt)[in_context]) for prompt in prompts]
 
-    def pick(logits: Tensor, index: int) -> list[int]:
+    def pick_tokens(logits: Tensor, index: int) -> list[int]:
         logits = apply_repetition_penalty(logits, [row.tokens for row in rows], penalty=repetition_penalty)
         noise = Noise(seed, index, torch.arange(len(rows), device=device), xp=torch)
         return sample_tokens(logits, noise, temperature=temperature, top_k=top_k, top_p=top_p).tolist()
 
-    return _stream(model, rows, pick, max_new_tokens=max_new_tokens, stop_token=stop_token, device=device)
+    return _generate_stream(
+        model, rows, pick_tokens, max_new_tokens=max_new_tokens, stop_token=stop_token, device=device
+    )
 
 
-def _stream(
+def _generate_stream(
     model: Transformer,
     rows: list[_Row],
-    pick: Callable[[Tensor, int], list[int]],
+    pick_tokens: Callable[[Tensor, int], list[int]],
     *,
     max_new_tokens: int,
     stop_token: int | None,
     device: torch.device | str,
 ) -> Iterator[list[int | None]]:
     context = model.shape.context
-    longest = min(context, max(len(row.window) for row in rows) + max_new_tokens)
-    kind = torch.device(device).type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.head_weight.dtype
-    cache = DecoderCache.empty(model.shape, batch_size=len(rows), length=longest, device=device, dtype=dtype)
+    max_length = min(context, max(len(row.window) for row in rows) + max_new_tokens)
+    device_type = torch.device(device).type
+    dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else model.head_weight.dtype
+    cache = DecoderCache.empty(model.shape, batch_size=len(rows), length=max_length, device=device, dtype=dtype)
     was_training = model.training
     model.eval()
     try:
         for index in range(max_new_tokens):
             with torch.no_grad():
-                chosen = pick(_next_logits(model, rows, cache, device=device), index)
-            yield [_append(row, token, stop_token) for row, token in zip(rows, chosen, strict=True)]
+                next_tokens = pick_tokens(_compute_next_logits(model, rows, cache, device=device), index)
+            yield [_append_token(row, token, stop_token) for row, token in zip(rows, next_tokens, strict=True)]
             if all(row.has_stopped for row in rows):
                 return
     finally:
         model.train(was_training)
 
 
-def _append(row: _Row, token: int, stop_token: int | None) -> int | None:
+def _append_token(row: _Row, token: int, stop_token: int | None) -> int | None:
     if row.has_stopped:
         return None
     row.tokens.append(token)
@@ -95,53 +97,55 @@ def _append(row: _Row, token: int, stop_token: int | None) -> int | None:
     return token
 
 
-def _next_logits(model: Transformer, rows: list[_Row], cache: DecoderCache, *, device: torch.device | str) -> Tensor:
+def _compute_next_logits(
+    model: Transformer, rows: list[_Row], cache: DecoderCache, *, device: torch.device | str
+) -> Tensor:
     """Return the float32 logits of the token after each row, (rows, vocabulary), and extend the cache."""
     context = model.shape.context
     for row in rows:
         if model.shape.has_attention and len(row.window) > context:
             row.window, row.is_cached = row.window[-max(1, context // 2) :], False
-    last = torch.empty(len(rows), model.shape.hidden_size, device=device)
+    last_hidden = torch.empty(len(rows), model.shape.hidden_size, device=device)
     uncached = [i for i, row in enumerate(rows) if not row.is_cached]
     if len(uncached) < len(rows):
-        # All rows take the step together. For stopped rows and for those to be prefilled the result is not used; the
-        # prefill comes after, because the state of a state-space model cannot forget a token.
-        steps = torch.tensor([[row.window[-1]] for row in rows], device=device)
+        # All rows take the step together. The result is not used for stopped rows and for rows to be prefilled; the
+        # prefill comes later, because the state of a state-space model cannot forget a token.
+        last_tokens = torch.tensor([[row.window[-1]] for row in rows], device=device)
         positions = [len(row.window) - 1 for row in rows]
-        hidden = model.hidden(steps, cache=cache, position=positions)[:, 0].float()
-        others = [i for i in range(len(rows)) if i not in set(uncached)]
-        last[others] = hidden[others]
+        hidden = model.hidden(last_tokens, cache=cache, position=positions)[:, 0].float()
+        cached = [i for i in range(len(rows)) if i not in set(uncached)]
+        last_hidden[cached] = hidden[cached]
     if uncached:
-        last[uncached] = _prefill(model, rows, uncached, cache, device=device)
+        last_hidden[uncached] = _prefill(model, rows, uncached, cache, device=device)
     for row in rows:
         row.is_cached = True
-    return model.logits(last.to(model.head_weight.dtype)).float()
+    return model.logits(last_hidden.to(model.head_weight.dtype)).float()
 
 
 def _prefill(
-    model: Transformer, rows: list[_Row], chosen: list[int], cache: DecoderCache, *, device: torch.device | str
+    model: Transformer, rows: list[_Row], indices: list[int], cache: DecoderCache, *, device: torch.device | str
 ) -> Tensor:
     """Read the windows of the rows `chosen` from position 0 and return the hidden state of each one's last token.
 
     Short rows are padded on the right, where causal attention does not look. The keys and values of padding are overwritten
     in the cache before a later token sees them, and padding does not enter the state of a state-space model.
     """
-    windows = [rows[i].window for i in chosen]
+    windows = [rows[i].window for i in indices]
     length = max(map(len, windows))
     tokens = torch.tensor([window + [0] * (length - len(window)) for window in windows], device=device)
-    is_whole_batch = len(chosen) == len(rows)
+    is_whole_batch = len(indices) == len(rows)
     dtype = cache.layers[0][0].dtype
-    part = (
+    prefill_cache = (
         cache
         if is_whole_batch
-        else DecoderCache.empty(model.shape, batch_size=len(chosen), length=length, device=device, dtype=dtype)
+        else DecoderCache.empty(model.shape, batch_size=len(indices), length=length, device=device, dtype=dtype)
     )
-    part.reset()
-    hidden = model.hidden(tokens, cache=part, lengths=list(map(len, windows)))
+    prefill_cache.reset()
+    hidden = model.hidden(tokens, cache=prefill_cache, lengths=list(map(len, windows)))
     if not is_whole_batch:
-        cache.update_rows(part, chosen, length=length)
+        cache.update_rows(prefill_cache, indices, length=length)
     ends = torch.tensor([len(window) - 1 for window in windows], device=device)
-    return hidden[torch.arange(len(chosen), device=device), ends].float()
+    return hidden[torch.arange(len(indices), device=device), ends].float()
 
 
 def apply_repetition_penalty(logits: Tensor, previous: list[list[int]], *, penalty: float) -> Tensor:
@@ -162,14 +166,14 @@ def sample_tokens(
         return logits.argmax(dim=-1)
     logits = logits / temperature
     if top_k is not None and top_k < logits.shape[-1]:
-        least = logits.topk(top_k, dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < least, -torch.inf)
+        min_logit = logits.topk(top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < min_logit, -torch.inf)
     if top_p is not None and top_p < 1.0:
-        ordered, order = logits.sort(dim=-1, descending=True)
-        probabilities = ordered.softmax(dim=-1)
+        sorted_logits, order = logits.sort(dim=-1, descending=True)
+        probabilities = sorted_logits.softmax(dim=-1)
         # A token stays while the tokens before it sum to less than top_p, so the first one always stays.
-        dropped = probabilities.cumsum(dim=-1) - probabilities >= top_p
-        logits = logits.masked_fill(torch.zeros_like(dropped).scatter(1, order, dropped), -torch.inf)
+        is_dropped = probabilities.cumsum(dim=-1) - probabilities >= top_p
+        logits = logits.masked_fill(torch.zeros_like(is_dropped).scatter(1, order, is_dropped), -torch.inf)
     gumbel = -torch.log(-torch.log(noise.uniform("gumbel", (logits.shape[-1],))))
     return (logits + gumbel).argmax(dim=-1)
 

@@ -55,14 +55,14 @@ class Language(Task):
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
         mask = batch["attention_mask"] if "attention_mask" in batch else np.ones(np.shape(batch["input_ids"]))
-        predicted = np.asarray(mask)[:, 1:] > 0
+        is_predicted = np.asarray(mask)[:, 1:] > 0
         if "weight" in batch:
-            predicted = predicted & (np.asarray(batch["weight"]) > 0)[:, None]
+            is_predicted = is_predicted & (np.asarray(batch["weight"]) > 0)[:, None]
         # The auxiliary losses are means over the predicted tokens, too.
-        return dict.fromkeys(("loss", *self._auxiliary_weights()), float(predicted.sum()))
+        return dict.fromkeys(("loss", *self._get_auxiliary_weights()), float(is_predicted.sum()))
 
     def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
-        inputs, documents = _inputs(batch)
+        inputs, documents = _split_inputs(batch)
         targets = batch["input_ids"][:, 1:]
         if "attention_mask" in batch:
             targets = targets.masked_fill(batch["attention_mask"][:, 1:] <= 0, IGNORE_INDEX)
@@ -72,22 +72,22 @@ class Language(Task):
         if self.shape.experts is None:
             out = Loss(terms={"loss": (models["model"](inputs, targets, documents=documents), 1.0)}, metrics=metrics)
         else:
-            counted = targets != IGNORE_INDEX
-            total, routed = models["model"](inputs, targets, documents=documents, token_mask=counted)
-            out = self._add_expert_losses(total, routed, metrics)
-            metrics |= self._routing_metrics(routed, counted, training=models["model"].training)
+            is_counted = targets != IGNORE_INDEX
+            total, routings = models["model"](inputs, targets, documents=documents, token_mask=is_counted)
+            out = self._build_expert_loss(total, routings, metrics)
+            metrics |= self._compute_routing_metrics(routings, is_counted, is_training=models["model"].training)
             if not models["model"].training:
-                out.rows.update(self._routing_rows(routed, counted))
+                out.rows.update(self._collect_routing_rows(routings, is_counted))
         if "bytes" in batch:
-            size = batch["bytes"].float()
+            num_bytes = batch["bytes"].float()
             if "weight" in batch:
-                size = size * (batch["weight"] > 0)
-            metrics["bits_per_byte"] = (out.terms["loss"][0].detach() / math.log(2.0), size.sum())
+                num_bytes = num_bytes * (batch["weight"] > 0)
+            metrics["bits_per_byte"] = (out.terms["loss"][0].detach() / math.log(2.0), num_bytes.sum())
         return out
 
     # Experts
 
-    def _auxiliary_weights(self) -> dict[str, float]:
+    def _get_auxiliary_weights(self) -> dict[str, float]:
         """Auxiliary loss of the experts -> weight, for those that are used."""
         shape = self.shape.experts
         if shape is None:
@@ -95,65 +95,73 @@ class Language(Task):
         balance = self.balance_weight if shape.balance == "loss" else 0.0
         return {name: weight for name, weight in (("balance", balance), ("router_z", self.z_weight)) if weight}
 
-    def _add_expert_losses(self, total: Tensor, routed: LayerRoutings, metrics: Sums) -> Loss:
+    def _build_expert_loss(self, total: Tensor, routings: LayerRoutings, metrics: Sums) -> Loss:
         shape = self.shape.experts
         assert shape is not None, "a model with routed layers has experts"
-        losses = {"balance": [routing.balance for routing in routed], "router_z": [routing.z for routing in routed]}
-        weights = self._auxiliary_weights()
+        losses = {"balance": [routing.balance for routing in routings], "router_z": [routing.z for routing in routings]}
+        weights = self._get_auxiliary_weights()
         terms = {name: (torch.stack(losses[name]).sum(), weight) for name, weight in weights.items()}
-        tokens = torch.stack([routing.tokens for routing in routed]).sum()
+        tokens = torch.stack([routing.tokens for routing in routings]).sum()
         # The reported loss is the cross-entropy alone, without the auxiliary losses that are minimised with it.
-        metrics["loss"] = (total.detach(), routed[0].tokens)
+        metrics["loss"] = (total.detach(), routings[0].tokens)
         max_entropy = math.log(max(2, shape.num_experts))
-        metrics["gate_entropy"] = (torch.stack([routing.entropy for routing in routed]).sum() / max_entropy, tokens)
+        metrics["gate_entropy"] = (torch.stack([routing.entropy for routing in routings]).sum() / max_entropy, tokens)
         stats: dict[str, Tensor] = {}
-        for name, routing in zip(self._expert_layers(), routed, strict=True):
+        for name, routing in zip(self._list_expert_layers(), routings, strict=True):
             stats |= experts.routing_stats(routing, name)
         return Loss({"loss": (total, 1.0), **terms}, metrics, {}, stats)
 
-    def _routing_metrics(self, routed: LayerRoutings, counted: Tensor, *, training: bool) -> Sums:
+    def _compute_routing_metrics(self, routings: LayerRoutings, is_counted: Tensor, *, is_training: bool) -> Sums:
         """Return the drop rate, if experts have a capacity (in training only), and the firing rate of spiking routers."""
         metrics: Sums = {}
         shape = self.shape.experts
         assert shape is not None, "a model with routed layers has experts"
-        if training and shape.has_capacity_limit:
+        if is_training and shape.has_capacity_limit:
             dropped, tokens = (
-                torch.stack([getattr(routing, name) for routing in routed]).sum() for name in ("dropped", "tokens")
+                torch.stack([getattr(routing, name) for routing in routings]).sum() for name in ("dropped", "tokens")
             )
             metrics["drop_rate"] = (dropped, tokens * shape.top_k)
-        rates = _firing_rates(routed)
+        rates = _collect_firing_rates(routings)
         if rates is not None:
-            metrics["firing_rate"] = sum_activity(rates.flatten(0, 1)[None], counted.flatten())["firing_rate"]
+            metrics["firing_rate"] = sum_activity(rates.flatten(0, 1)[None], is_counted.flatten())["firing_rate"]
         return metrics
 
-    def _routing_rows(self, routed: LayerRoutings, counted: Tensor) -> dict[str, Tensor]:
+    def _collect_routing_rows(self, routings: LayerRoutings, is_counted: Tensor) -> dict[str, Tensor]:
         """Return the expert load and the unit activity of each example, for `score` in an evaluation."""
         shape = self.shape.experts
         assert shape is not None, "a model with routed layers has experts"
-        rows, rates = {"load": _expert_loads(routed, counted, shape.num_experts)}, _firing_rates(routed)
+        rows, rates = (
+            {"load": _count_expert_loads(routings, is_counted, shape.num_experts)},
+            _collect_firing_rates(routings),
+        )
         if rates is not None and shape.spiking_units is not None:
-            each = unit_activity(rates.flatten(0, 1)[None], shape.spiking_units.highest_rate).view(rates.shape)
-            # Over all tokens of an example, without padding: dead (0) if silent at each, saturated (2) if so at each.
-            real = counted[..., None]
-            least, most = each.masked_fill(~real, 2).amin(1), each.masked_fill(~real, 0).amax(1)
-            rows["units"] = torch.where(most == 0, most, torch.where(least == 2, least, 1))
+            activity = unit_activity(rates.flatten(0, 1)[None], shape.spiking_units.highest_rate).view(rates.shape)
+            # In an example, a unit is dead (0) if it is so at every token, and saturated (2) likewise; padding does not count.
+            is_token = is_counted[..., None]
+            min_activity, max_activity = (
+                activity.masked_fill(~is_token, 2).amin(1),
+                activity.masked_fill(~is_token, 0).amax(1),
+            )
+            rows["units"] = torch.where(
+                max_activity == 0, max_activity, torch.where(min_activity == 2, min_activity, 1)
+            )
         return rows
 
-    def _expert_layers(self) -> list[str]:
+    def _list_expert_layers(self) -> list[str]:
         """Return the names of the model's expert layers."""
         return [f"model.layers.{layer}.mlp" for layer in self.shape.expert_layers]
 
     def update(self, tensors: Mapping[str, Array], batch_stats: Mapping[str, Array], rng: Noise) -> Mapping[str, Array]:
         """Return the new running load of each router, and its new bias if that balances the experts."""
         updated: dict[str, Tensor] = {}
-        for name in self._expert_layers():
+        for name in self._list_expert_layers():
             assert self.shape.experts is not None, "a model with expert layers has experts"
             updated |= experts.update_router_state(tensors, batch_stats, name=name, shape=self.shape.experts, rng=rng)
         return updated
 
     def batch_metrics(self, batch_stats: Mapping[str, Array]) -> dict[str, Array]:
         """Return the entropy of the expert load in the whole batch, averaged over layers."""
-        loads = [batch_stats[f"{name}.load"] for name in self._expert_layers() if f"{name}.load" in batch_stats]
+        loads = [batch_stats[f"{name}.load"] for name in self._list_expert_layers() if f"{name}.load" in batch_stats]
         return {"load_entropy": experts.load_entropy(torch.stack(loads))} if loads else {}
 
     def score(self, rows: Rows) -> dict[str, float]:
@@ -187,11 +195,11 @@ class Language(Task):
             else []
         )
         units = ("firing_rate", "dead", "saturated") if shape.spiking_units is not None else ()
-        return (*self._auxiliary_weights(), "gate_entropy", "load_entropy", "load_max", "load_min", *loads, *units)
+        return (*self._get_auxiliary_weights(), "gate_entropy", "load_entropy", "load_max", "load_min", *loads, *units)
 
     def predict(self, models: Models, batch: Batch) -> Tensor:
         """Return all logits, (batch, length, vocabulary); for small batches only."""
-        inputs, documents = _inputs(batch)
+        inputs, documents = _split_inputs(batch)
         return models["model"](inputs, documents=documents)
 
     def add_perplexity(self, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -202,22 +210,22 @@ class Language(Task):
         return {**metrics, "perplexity": math.exp(metrics["loss"]) if metrics["loss"] < 700 else math.inf}
 
 
-def _inputs(batch: Batch) -> tuple[Tensor, Tensor | None]:
+def _split_inputs(batch: Batch) -> tuple[Tensor, Tensor | None]:
     documents = batch["documents"][:, :-1] if "documents" in batch else None
     return batch["input_ids"][:, :-1], documents
 
 
-def _expert_loads(routed: LayerRoutings, counted: Tensor, num_experts: int) -> Tensor:
+def _count_expert_loads(routings: LayerRoutings, is_counted: Tensor, num_experts: int) -> Tensor:
     """Count the tokens of each example that were routed to each expert, (batch, layers, experts)."""
     loads = []
-    for routing in routed:
-        load = torch.zeros(len(counted), num_experts, device=counted.device)
-        ones = counted[..., None].expand_as(routing.chosen).float()
+    for routing in routings:
+        load = torch.zeros(len(is_counted), num_experts, device=is_counted.device)
+        ones = is_counted[..., None].expand_as(routing.chosen).float()
         loads.append(load.scatter_add_(1, routing.chosen.flatten(1), ones.flatten(1)))
     return torch.stack(loads, dim=1)
 
 
-def _firing_rates(routed: LayerRoutings) -> Tensor | None:
+def _collect_firing_rates(routings: LayerRoutings) -> Tensor | None:
     """Return the firing rates of the units of all spiking routers at each token, (batch, length, units)."""
-    rates = [routing.rates.detach() for routing in routed if routing.rates is not None]
+    rates = [routing.rates.detach() for routing in routings if routing.rates is not None]
     return torch.cat(rates, dim=-1) if rates else None

@@ -40,9 +40,9 @@ from bottega.tasks.language.task import Language
 from bottega.tasks.processor import FolderProcessor
 from bottega.tasks.sampler import Sampler
 from bottega.tasks.table_data import TableData
-from bottega.tasks.workload import Workload, headline_metrics
+from bottega.tasks.workload import Workload, choose_headline_metrics
 
-SHAPE = "shape.json"
+SHAPE_FILE = "shape.json"
 MAX_TEXTS = 100_000
 """Maximum number of texts generated at once: they are one batch, and its key-value cache fills the memory."""
 
@@ -52,7 +52,7 @@ def open_workload(recipe: Recipe, *, progress: Callable[[str, int, int], None]) 
     assert isinstance(recipe, LanguageRecipe)
     prepared = prepare_language(recipe.data, resolve_tokenizer_spec(recipe), progress=progress)
     workload = LanguageWorkload(recipe, prepared.tokenizer, prepared)
-    workload.sampler.sample_prompts()  # raises for an invalid prompt now rather than at the first sample
+    workload.sampler.resolve_sample_prompts()  # raises for an invalid prompt now rather than at the first sample
     return workload
 
 
@@ -61,10 +61,10 @@ def reopen_workload(recipe: Recipe, processor: Path, fingerprint: str) -> Langua
     assert isinstance(recipe, LanguageRecipe)
     # The shape is read from there, because the model that the run started from may be gone.
     try:
-        shape = TransformerShape.model_validate_json((processor / SHAPE).read_bytes())
+        shape = TransformerShape.model_validate_json((processor / SHAPE_FILE).read_bytes())
     except (OSError, ValidationError):
         raise CheckpointError(
-            f"cannot read {processor / SHAPE}; run the training command again to rewrite it"
+            f"cannot read {processor / SHAPE_FILE}; run the training command again to rewrite it"
         ) from None
     return LanguageWorkload(
         recipe, Tokenizer.load(processor), None, shape=shape, expected_fingerprint=fingerprint, processor=processor
@@ -114,7 +114,7 @@ class LanguageWorkload(Workload):
     def headline(self) -> tuple[str, ...] | None:
         """All metrics, but not the load of each expert."""
         return (
-            headline_metrics(self.recipe, "loss", "perplexity", "bits_per_byte", "load_entropy", "firing_rate")
+            choose_headline_metrics(self.recipe, "loss", "perplexity", "bits_per_byte", "load_entropy", "firing_rate")
             if self.task.evaluation_metrics
             else None
         )
@@ -128,8 +128,8 @@ class LanguageWorkload(Workload):
 
     def _read_external(self, external: ExternalData) -> Source:
         """Encode external texts with the tokenizer of this run."""
-        own = self.recipe.data
-        data = external.replace_in(TextData(train=own.train, sources=own.sources, clean=own.clean))
+        own_data = self.recipe.data
+        data = external.replace_in(TextData(train=own_data.train, sources=own_data.sources, clean=own_data.clean))
         with tempfile.TemporaryDirectory() as folder:
             self.tokenizer.save(Path(folder))
             spec = TokenizerSpec(kind="pretrained", path=folder)
@@ -171,7 +171,7 @@ class LanguageProcessor(FolderProcessor):
         self.tokenizer, self.shape = tokenizer, shape
 
     def is_saved(self, folder: Path) -> bool:
-        if not (folder / SHAPE).is_file():
+        if not (folder / SHAPE_FILE).is_file():
             return False
         if Tokenizer.load(folder).fingerprint != self.tokenizer.fingerprint:
             raise DataError("the tokenizer of the data differs from that of this run; start over with --fresh")
@@ -179,7 +179,7 @@ class LanguageProcessor(FolderProcessor):
 
     def write(self, folder: Path) -> None:
         self.tokenizer.save(folder)
-        (folder / SHAPE).write_text(self.shape.model_dump_json(indent=1) + "\n")
+        (folder / SHAPE_FILE).write_text(self.shape.model_dump_json(indent=1) + "\n")
 
 
 @final
@@ -192,7 +192,7 @@ class LanguageSampler(Sampler):
     def __init__(self, recipe: LanguageRecipe, tokenizer: Tokenizer) -> None:
         self.recipe, self.tokenizer = recipe, tokenizer
 
-    def sample_prompts(self) -> tuple[str, ...]:
+    def resolve_sample_prompts(self) -> tuple[str, ...]:
         """Return the prompts of the samples; raise UsageError if the tokenizer cannot encode one.
 
         The default is a line break, or the empty prompt if the vocabulary has no line break.
@@ -208,7 +208,7 @@ class LanguageSampler(Sampler):
         return prompts
 
     def sample(self, models: Models, folder: Path, *, device: Any) -> None:
-        options, prompts = self.recipe.samples, self.sample_prompts()
+        options, prompts = self.recipe.samples, self.resolve_sample_prompts()
         texts = self.generate(
             models,
             device=device,
@@ -246,30 +246,30 @@ class LanguageSampler(Sampler):
             raise UsageError(f"--count {count}: {num_texts:,} texts at once are too many; the maximum is {MAX_TEXTS:,}")
         prompts = [text for text in ([prompt] if isinstance(prompt, str) else prompt) for _ in range(count)]
         rows = [list(map(int, self.tokenizer.encode(text))) or [self.tokenizer.eos_token_id] for text in prompts]
-        end = self.tokenizer.eos_token_id
-        live = stream if len(rows) == 1 else None
+        eos_token_id = self.tokenizer.eos_token_id
+        token_stream = stream if len(rows) == 1 else None
         decoder = self.tokenizer.stream_decoder()
-        if live:
-            live.write(prompts[0])
+        if token_stream:
+            token_stream.write(prompts[0])
         generated: list[list[int]] = [[] for _ in rows]
         options = {"max_new_tokens": max_tokens, "temperature": temperature, **options}
-        for tokens in generate_tokens(models["model"], rows, device=device, stop_token=end, **options):
+        for tokens in generate_tokens(models["model"], rows, device=device, stop_token=eos_token_id, **options):
             for i, token in enumerate(tokens):
-                if token is not None and token != end:
+                if token is not None and token != eos_token_id:
                     generated[i].append(token)
-                    if live:
-                        live.write(decoder.push(token))
-                        live.flush()
-        texts = [text + self.tokenizer.decode(new) for text, new in zip(prompts, generated, strict=True)]
-        if live:
-            live.write(decoder.finish() + "\n")
+                    if token_stream:
+                        token_stream.write(decoder.push(token))
+                        token_stream.flush()
+        texts = [text + self.tokenizer.decode(new_tokens) for text, new_tokens in zip(prompts, generated, strict=True)]
+        if token_stream:
+            token_stream.write(decoder.finish() + "\n")
         elif stream:
             stream.write(("\n" + "-" * 40 + "\n").join(texts) + "\n")
         return texts
 
     def example_flags(self) -> str:
-        first = next(iter(self.recipe.samples.prompts), "")
-        return f" --prompt {shlex.quote(first)}" if first.strip() else ""
+        prompt = next(iter(self.recipe.samples.prompts), "")
+        return f" --prompt {shlex.quote(prompt)}" if prompt.strip() else ""
 
     def present(self, generated: list[str], out: Path | None, *, run: Path, **request: Any) -> dict[str, Any]:
         """Write the texts to `out`, if given; `generate` has printed them already."""
@@ -281,7 +281,7 @@ class LanguageSampler(Sampler):
 
 def resolve_decoder_shape(recipe: LanguageRecipe, vocab_size: int) -> TransformerShape:
     """Return the dimensions of the model: those of its size or of `model.from`, overridden by those the recipe sets."""
-    model, length, explicit = recipe.model, recipe.data.sequence_length, recipe.model.explicit_dimensions()
+    model, length, explicit = recipe.model, recipe.data.sequence_length, recipe.model.get_explicit_dimensions()
     if explicit.get("vocab_size", vocab_size) < vocab_size:
         raise UsageError(
             f"model.vocab_size: {explicit['vocab_size']} is less than the tokenizer's {vocab_size} tokens; remove it"

@@ -9,28 +9,28 @@ import numpy as np
 
 def parse_attributes(names: Sequence[str]) -> dict[str, list[str]]:
     """Return attribute -> its value in each class; empty unless every class has the same attributes, each once."""
-    classes = [_pairs(name) for name in names]
+    classes = [_parse_pairs(name) for name in names]
     if not classes or any(not pairs or pairs.keys() != classes[0].keys() for pairs in classes):
         return {}
     return {attribute: [pairs[attribute] for pairs in classes] for attribute in classes[0]}
 
 
-def shared_rows(names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+def index_attribute_values(names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     """Return for each class the indices of its attribute values; empty unless there are several attributes."""
     attributes = parse_attributes(names)
     if len(attributes) < 2:
         return ()
-    numbers: dict[tuple[str, str], int] = {}
+    value_indices: dict[tuple[str, str], int] = {}
     for attribute, values in attributes.items():
         for value in sorted(set(values)):
-            numbers[attribute, value] = len(numbers)
-    return tuple(tuple(numbers[a, attributes[a][i]] for a in attributes) for i in range(len(names)))
+            value_indices[attribute, value] = len(value_indices)
+    return tuple(tuple(value_indices[a, attributes[a][i]] for a in attributes) for i in range(len(names)))
 
 
 def conditional_accuracy(predicted: np.ndarray, requested: np.ndarray, names: Sequence[str]) -> dict[str, float]:
-    """Return the accuracy of a classifier's `predicted` (n,) against the requested classes (n,), in all and by attribute.
+    """Return the accuracy of a classifier's `predicted` (n,) against the requested classes (n,), overall and by attribute.
 
-    `predicted` below 0 is none of the classes, and wrong. Empty without samples.
+    A prediction below 0 is none of the classes, and counts as wrong. The result is empty without samples.
     """
     predicted, requested = np.asarray(predicted), np.asarray(requested)
     assert predicted.shape == requested.shape, "one prediction for each sample"
@@ -43,7 +43,7 @@ def conditional_accuracy(predicted: np.ndarray, requested: np.ndarray, names: Se
     return result
 
 
-def _pairs(name: str) -> dict[str, str]:
+def _parse_pairs(name: str) -> dict[str, str]:
     """Return key -> value; empty if any word is not key=value, or a key comes twice."""
     words = [word.partition("=") for word in name.split()]
     pairs = {key: value for key, _, value in words}

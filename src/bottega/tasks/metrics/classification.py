@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-BINS = 15
+NUM_BINS = 15
 """Bins of equal width from 0 to 1, as in Guo et al. (2017)."""
 THRESHOLD = 0.5
 """Multi-label: a class is predicted from this probability on."""
@@ -62,11 +62,11 @@ def decide_labels(probabilities: np.ndarray, *, multi_label: bool) -> np.ndarray
 def per_class_metrics(matrix: np.ndarray) -> PerClass:
     """Return precision, recall and F1 of each class from a confusion matrix (K, K), or from (K, 2, 2)."""
     if matrix.ndim == 3:
-        right, support, predicted = matrix[:, 1, 1], matrix[:, 1].sum(1), matrix[:, :, 1].sum(1)
+        num_correct, support, predicted = matrix[:, 1, 1], matrix[:, 1].sum(1), matrix[:, :, 1].sum(1)
     else:
-        right, support, predicted = matrix.diagonal(), matrix.sum(1), matrix.sum(0)
-    f1 = _ratio(2 * right, support + predicted)
-    return PerClass(_ratio(right, predicted), _ratio(right, support), f1, support, predicted)
+        num_correct, support, predicted = matrix.diagonal(), matrix.sum(1), matrix.sum(0)
+    f1 = _divide(2 * num_correct, support + predicted)
+    return PerClass(_divide(num_correct, predicted), _divide(num_correct, support), f1, support, predicted)
 
 
 def average_metrics(metrics: PerClass) -> dict[str, float]:
@@ -81,44 +81,50 @@ def average_metrics(metrics: PerClass) -> dict[str, float]:
         f"macro_{name}": float(getattr(metrics, name)[is_counted].mean()) for name in ("precision", "recall", "f1")
     }
     support, predicted = metrics.support.sum(), metrics.predicted.sum()
-    right = float((metrics.recall * metrics.support).sum())
+    num_correct = float((metrics.recall * metrics.support).sum())
     if support:
         for name in ("precision", "recall", "f1"):
             result[f"weighted_{name}"] = float((getattr(metrics, name) * metrics.support).sum() / support)
-    micro = {"precision": (right, predicted), "recall": (right, support), "f1": (2 * right, support + predicted)}
+    micro = {
+        "precision": (num_correct, predicted),
+        "recall": (num_correct, support),
+        "f1": (2 * num_correct, support + predicted),
+    }
     return result | {f"micro_{name}": float(a / b) if b else 0.0 for name, (a, b) in micro.items()}
 
 
-def reliability_bins(confidence: np.ndarray, is_right: np.ndarray, *, bins: int = BINS) -> Reliability:
+def reliability_bins(confidence: np.ndarray, is_correct: np.ndarray, *, num_bins: int = NUM_BINS) -> Reliability:
     """Return decisions binned by confidence into `bins` of equal width; a bin includes its upper edge."""
-    confidence, is_right = np.asarray(confidence, np.float64).ravel(), np.asarray(is_right).ravel()
-    edges = np.linspace(0.0, 1.0, bins + 1)
-    bin_index = np.clip(np.searchsorted(edges, confidence, side="left") - 1, 0, bins - 1)
-    counts = np.bincount(bin_index, minlength=bins)
+    confidence, is_correct = np.asarray(confidence, np.float64).ravel(), np.asarray(is_correct).ravel()
+    edges = np.linspace(0.0, 1.0, num_bins + 1)
+    bin_index = np.clip(np.searchsorted(edges, confidence, side="left") - 1, 0, num_bins - 1)
+    counts = np.bincount(bin_index, minlength=num_bins)
     with np.errstate(invalid="ignore"):
-        means = [np.bincount(bin_index, weights=values, minlength=bins) / counts for values in (confidence, is_right)]
+        means = [
+            np.bincount(bin_index, weights=values, minlength=num_bins) / counts for values in (confidence, is_correct)
+        ]
     return Reliability(edges, counts, *means)
 
 
-def confidences(probabilities: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def compute_confidences(probabilities: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the confidence of each decision and whether it is correct: (n,), or (n, K) for multi-label."""
     if labels.ndim == 2:
-        chosen = decide_labels(probabilities, multi_label=True)
-        return np.where(chosen, probabilities, 1 - probabilities), chosen == (labels > 0)
+        is_predicted = decide_labels(probabilities, multi_label=True)
+        return np.where(is_predicted, probabilities, 1 - probabilities), is_predicted == (labels > 0)
     return probabilities.max(1), probabilities.argmax(1) == labels
 
 
-def expected_calibration_error(probabilities: np.ndarray, labels: np.ndarray, *, bins: int = BINS) -> float:
+def expected_calibration_error(probabilities: np.ndarray, labels: np.ndarray, *, num_bins: int = NUM_BINS) -> float:
     """Return the mean of |accuracy - confidence| over bins, weighted by their counts (Naeini et al., 2015).
 
     The confidence is that of the most likely class; for multi-label, of each binary decision.
     """
-    reliability = reliability_bins(*confidences(probabilities, labels), bins=bins)
-    filled = reliability.counts > 0
-    if not filled.any() or not np.isfinite(probabilities).all():
+    reliability = reliability_bins(*compute_confidences(probabilities, labels), num_bins=num_bins)
+    has_decisions = reliability.counts > 0
+    if not has_decisions.any() or not np.isfinite(probabilities).all():
         return math.nan
-    gaps = np.abs(reliability.accuracy - reliability.confidence)[filled]
-    return float((reliability.counts[filled] * gaps).sum() / reliability.counts.sum())
+    gaps = np.abs(reliability.accuracy - reliability.confidence)[has_decisions]
+    return float((reliability.counts[has_decisions] * gaps).sum() / reliability.counts.sum())
 
 
 def auroc(scores: np.ndarray, is_positive: np.ndarray) -> float:
@@ -127,20 +133,20 @@ def auroc(scores: np.ndarray, is_positive: np.ndarray) -> float:
     NaN without positive or without negative examples.
     """
     scores, is_positive = np.asarray(scores), np.asarray(is_positive).astype(bool)
-    positives, negatives = int(is_positive.sum()), int((~is_positive).sum())
-    if not positives or not negatives or not np.isfinite(scores).all():
+    num_positive, num_negative = int(is_positive.sum()), int((~is_positive).sum())
+    if not num_positive or not num_negative or not np.isfinite(scores).all():
         return math.nan
     _, inverse, counts = np.unique(scores, return_inverse=True, return_counts=True)
-    last = np.cumsum(counts)
-    ranks = (last - (counts - 1) / 2)[inverse]  # equal scores share the mean of their ranks
-    above = ranks[is_positive].sum() - positives * (positives + 1) / 2
-    return float(above / (positives * negatives))
+    last_ranks = np.cumsum(counts)
+    ranks = (last_ranks - (counts - 1) / 2)[inverse]  # equal scores share the mean of their ranks
+    num_above = ranks[is_positive].sum() - num_positive * (num_positive + 1) / 2
+    return float(num_above / (num_positive * num_negative))
 
 
 def class_auroc(probabilities: np.ndarray, labels: np.ndarray) -> np.ndarray:
     """Return the AUROC of each class against all others, (K,); NaN where it is undefined."""
-    is_of = labels > 0 if labels.ndim == 2 else labels[:, None] == np.arange(probabilities.shape[1])
-    return np.array([auroc(scores, truth) for scores, truth in zip(probabilities.T, is_of.T, strict=True)])
+    is_member = labels > 0 if labels.ndim == 2 else labels[:, None] == np.arange(probabilities.shape[1])
+    return np.array([auroc(scores, truth) for scores, truth in zip(probabilities.T, is_member.T, strict=True)])
 
 
 def macro_auroc(probabilities: np.ndarray, labels: np.ndarray) -> float:
@@ -172,5 +178,5 @@ def classification_metrics(probabilities: np.ndarray, labels: np.ndarray) -> dic
     return {name: value for name, value in metrics.items() if not math.isnan(value)}
 
 
-def _ratio(part: np.ndarray, total: np.ndarray) -> np.ndarray:
+def _divide(part: np.ndarray, total: np.ndarray) -> np.ndarray:
     return np.divide(part, total, out=np.zeros(len(total)), where=total > 0)

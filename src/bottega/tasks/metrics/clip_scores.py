@@ -9,13 +9,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-ROUNDING = 1e-3
+NORM_TOLERANCE = 1e-3
 """Tolerance for the length of a unit vector in half precision."""
 
 
 def cosine_similarity(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Return the cosines (n,) of pairs of unit vectors (n, d)."""
-    _check(a, b)
+    _check_unit_vectors(a, b)
     assert a.shape == b.shape, f"{a.shape} and {b.shape} are not pairs"
     return np.einsum("nd,nd->n", a.astype(np.float64), b.astype(np.float64))
 
@@ -23,7 +23,7 @@ def cosine_similarity(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def similarity_to_history(images: np.ndarray, histories: Sequence[np.ndarray]) -> np.ndarray:
     """Return the mean cosine (n,) of each image (d,) with the images its user liked (h_i, d); NaN for an empty history."""
     assert len(images) == len(histories), "one history for each image"
-    _check(images, *histories)
+    _check_unit_vectors(images, *histories)
     return np.array(
         [
             float((liked @ image).mean()) if len(liked) else np.nan
@@ -40,7 +40,7 @@ def classify_zero_shot(images: np.ndarray, choices: np.ndarray) -> list[int]:
     return nearest
 
 
-def _check(*several: np.ndarray) -> None:
-    for vectors in several:
+def _check_unit_vectors(*arrays: np.ndarray) -> None:
+    for vectors in arrays:
         lengths = np.linalg.norm(vectors.astype(np.float64), axis=-1)
-        assert np.all(np.abs(lengths - 1) < ROUNDING), "expected unit vectors: only their dot product is a cosine"
+        assert np.all(np.abs(lengths - 1) < NORM_TOLERANCE), "expected unit vectors: only their dot product is a cosine"

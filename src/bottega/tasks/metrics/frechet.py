@@ -11,8 +11,8 @@ import numpy as np
 
 from bottega.core.errors import UsageError
 
-# Rows centred at once: 4,096 of 2,048 features are 64 MiB in float64, where 50,000 would be 800.
-ROWS = 4096
+# Number of rows that are centred at once: 4,096 rows of 2,048 features take 64 MiB in float64; 50,000 would take 800 MiB.
+CHUNK_SIZE = 4096
 
 
 def frechet_distance(a: np.ndarray, b: np.ndarray) -> float:
@@ -28,8 +28,8 @@ def feature_moments(features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         raise UsageError(f"a Fréchet distance needs at least 2 samples on each side, got {len(features)}; use more")
     mean = features.mean(0, dtype=np.float64)
     total = np.zeros((features.shape[1], features.shape[1]))
-    for start in range(0, len(features), ROWS):
-        centred = features[start : start + ROWS] - mean
+    for start in range(0, len(features), CHUNK_SIZE):
+        centred = features[start : start + CHUNK_SIZE] - mean
         total += centred.T @ centred
     return mean, total / (len(features) - 1)
 
@@ -39,14 +39,16 @@ def distance_of_moments(a: tuple[np.ndarray, np.ndarray], b: tuple[np.ndarray, n
     (mean_a, covariance_a), (mean_b, covariance_b) = a, b
     if not all(np.isfinite(part).all() for part in (*a, *b)):
         return math.nan
-    # Tr sqrt(Ca^1/2 Cb Ca^1/2) is the sum of the singular values of Ca^1/2 Cb^1/2. This adds no roots of
+    # Tr sqrt(Ca^1/2 Cb Ca^1/2) is the sum of the singular values of Ca^1/2 Cb^1/2. This avoids square roots of
     # rounding errors: eigenvalues of the product would leave 1e-8 for each feature without variance.
-    shared = np.linalg.svd(_root(covariance_a).T @ _root(covariance_b), compute_uv=False).sum()
-    spread = np.trace(covariance_a) + np.trace(covariance_b) - 2 * shared
+    trace_root = np.linalg.svd(
+        _factor_covariance(covariance_a).T @ _factor_covariance(covariance_b), compute_uv=False
+    ).sum()
+    spread = np.trace(covariance_a) + np.trace(covariance_b) - 2 * trace_root
     return max(0.0, float(((mean_a - mean_b) ** 2).sum() + spread))
 
 
-def _root(covariance: np.ndarray) -> np.ndarray:
+def _factor_covariance(covariance: np.ndarray) -> np.ndarray:
     """Return R (d, rank) with R R' = covariance; of n samples the rank is at most n - 1."""
     values, vectors = np.linalg.eigh(covariance)
     is_positive = values > values[-1] * len(values) * np.finfo(np.float64).eps

@@ -36,15 +36,15 @@ def count_rule_experts(rule: np.ndarray, chosen: np.ndarray, *, num_rules: int, 
 def normalised_mutual_information(counts: np.ndarray) -> float:
     """Return the mutual information of rules and experts from counts (R, E), over its maximum; NaN if that is 0.
 
-    1 if the expert determines the rule, 0 if they are independent. Of n samples it is too large by
-    about (R - 1)(E - 1) / 2n nats (Miller, 1955): 0.02 of 200 samples, 4 rules and experts.
+    1 if the expert determines the rule, 0 if they are independent. With n samples the estimate is too large by
+    about (R - 1)(E - 1) / 2n nats (Miller, 1955): 0.02 nats with 200 samples, 4 rules and 4 experts.
     """
     joint = counts / max(1, counts.sum())
-    of_rules, of_experts = entropy(joint.sum(1)), entropy(joint.sum(0))
-    most = min(of_rules, math.log(counts.shape[1]))
-    if most <= 0:
+    rule_entropy, expert_entropy = entropy(joint.sum(1)), entropy(joint.sum(0))
+    maximum = min(rule_entropy, math.log(counts.shape[1]))
+    if maximum <= 0:
         return math.nan
-    return max(0.0, of_rules + of_experts - entropy(joint.ravel())) / most
+    return max(0.0, rule_entropy + expert_entropy - entropy(joint.ravel())) / maximum
 
 
 def routing_metrics(chosen: np.ndarray, num_experts: int, *, rule: np.ndarray | None = None) -> dict[str, float]:

@@ -13,10 +13,10 @@ import numpy as np
 
 from bottega.core.errors import UsageError
 
-WINDOW: Final = 11
+WINDOW_SIZE: Final = 11
 SIGMA: Final = 1.5
 K1, K2 = 0.01, 0.03
-ROUNDING = 1e-5
+RANGE_TOLERANCE = 1e-5
 """Fraction of the range by which floats may exceed it: rounding of a decoder's tanh in float32."""
 
 
@@ -27,15 +27,15 @@ def ssim(a: np.ndarray, b: np.ndarray, *, data_range: float | None = None) -> np
     """
     assert a.shape == b.shape, f"{a.shape} and {b.shape} are not pairs of images"
     assert a.ndim == 4, "images are (n, h, w, c)"
-    extent = _extent(a, b, data_range)
-    if min(a.shape[1:3]) < WINDOW:
+    resolved_range = _resolve_range(a, b, data_range)
+    if min(a.shape[1:3]) < WINDOW_SIZE:
         raise UsageError(
-            f"SSIM needs at least {WINDOW} x {WINDOW} pixels, but the images have {a.shape[2]} x {a.shape[1]}"
+            f"SSIM needs at least {WINDOW_SIZE} x {WINDOW_SIZE} pixels, but the images have {a.shape[2]} x {a.shape[1]}; use larger images"
         )
-    return np.array([_similarity(first, second, extent) for first, second in _pairs(a, b)])
+    return np.array([_compute_pair_ssim(first, second, resolved_range) for first, second in _iterate_pairs(a, b)])
 
 
-def _extent(a: np.ndarray, b: np.ndarray, data_range: float | None) -> float:
+def _resolve_range(a: np.ndarray, b: np.ndarray, data_range: float | None) -> float:
     if a.dtype != b.dtype:
         raise UsageError(f"SSIM of {a.dtype} and {b.dtype}: the dtypes differ; convert both to one")
     if a.dtype == np.uint8:
@@ -48,39 +48,41 @@ def _extent(a: np.ndarray, b: np.ndarray, data_range: float | None) -> float:
         raise UsageError("SSIM of floats needs their data_range: 2 for images in -1..1, 1 for 0..1")
     if a.size:
         spread = float(np.maximum(a.max(), b.max()) - np.minimum(a.min(), b.min()))
-        if not 0 < data_range < np.inf or not spread <= data_range * (1 + ROUNDING):
-            raise UsageError(f"SSIM: data_range {data_range:g}, but the values are {spread:g} apart; 2 is for -1..1")
+        if not 0 < data_range < np.inf or not spread <= data_range * (1 + RANGE_TOLERANCE):
+            raise UsageError(
+                f"SSIM: data_range is {data_range:g}, but the values span {spread:g}; set data_range to the possible range, 2 for -1..1"
+            )
     return float(data_range)
 
 
-def _pairs(a: np.ndarray, b: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _iterate_pairs(a: np.ndarray, b: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield pairs in float64 one at a time: five filtered copies of a whole set would not fit in memory."""
     for first, second in zip(a, b, strict=True):
         yield first.astype(np.float64), second.astype(np.float64)
 
 
-def _similarity(a: np.ndarray, b: np.ndarray, extent: float) -> float:
-    c1, c2 = (K1 * extent) ** 2, (K2 * extent) ** 2
+def _compute_pair_ssim(a: np.ndarray, b: np.ndarray, data_range: float) -> float:
+    c1, c2 = (K1 * data_range) ** 2, (K2 * data_range) ** 2
     # Moments about a common shift: E[x^2] - E[x]^2 of bytes would lose the small variance of a flat image.
     shift = (a.mean() + b.mean()) / 2
-    near_a, near_b = a - shift, b - shift
-    mean_a, mean_b = _blur(near_a), _blur(near_b)
-    variances = _blur(near_a**2) - mean_a**2 + _blur(near_b**2) - mean_b**2
-    covariance = _blur(near_a * near_b) - mean_a * mean_b
+    shifted_a, shifted_b = a - shift, b - shift
+    mean_a, mean_b = _blur(shifted_a), _blur(shifted_b)
+    variances = _blur(shifted_a**2) - mean_a**2 + _blur(shifted_b**2) - mean_b**2
+    covariance = _blur(shifted_a * shifted_b) - mean_a * mean_b
     mean_a, mean_b = mean_a + shift, mean_b + shift
-    light = (2 * mean_a * mean_b + c1) / (mean_a**2 + mean_b**2 + c1)
-    return float((light * (2 * covariance + c2) / (variances + c2)).mean())
+    luminance = (2 * mean_a * mean_b + c1) / (mean_a**2 + mean_b**2 + c1)
+    return float((luminance * (2 * covariance + c2) / (variances + c2)).mean())
 
 
 def _blur(x: np.ndarray) -> np.ndarray:
     """Return (h - 10, w - 10, c): only positions where the whole window is inside the image, as in the paper."""
     weights = gaussian_window()
-    down = sum(weight * x[i : len(x) - WINDOW + 1 + i] for i, weight in enumerate(weights))
-    return sum(weight * down[:, i : x.shape[1] - WINDOW + 1 + i] for i, weight in enumerate(weights))
+    blurred_rows = sum(weight * x[i : len(x) - WINDOW_SIZE + 1 + i] for i, weight in enumerate(weights))
+    return sum(weight * blurred_rows[:, i : x.shape[1] - WINDOW_SIZE + 1 + i] for i, weight in enumerate(weights))
 
 
 def gaussian_window() -> np.ndarray:
     """Return the window (11,); its outer product with itself sums to 1."""
-    offsets = np.arange(WINDOW) - WINDOW // 2
+    offsets = np.arange(WINDOW_SIZE) - WINDOW_SIZE // 2
     weights = np.exp(-(offsets**2) / (2 * SIGMA**2))
     return weights / weights.sum()

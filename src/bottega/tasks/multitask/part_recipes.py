@@ -77,7 +77,7 @@ def _build_trunk_settings(recipe: MultitaskRecipe, part: Recipe) -> dict[str, An
 
 def _check_supported(name: str, part: Recipe) -> None:
     """Raise UsageError for a key that a part cannot have."""
-    needed_dependencies = dependencies.referenced_dependencies(part)
+    needed_dependencies = dependencies.find_referenced_dependencies(part)
     for key, is_set in {
         "techniques": bool(part.techniques),
         "data.curriculum": part.data.curriculum is not None,

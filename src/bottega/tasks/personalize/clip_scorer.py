@@ -13,7 +13,7 @@ import torch
 from bottega.data.image.augment import normalise_pixels
 from bottega.data.text.captions import CaptionTokenizer
 from bottega.models.clip.torch import load_clip
-from bottega.tasks.align.clip_folder import load_clip_tokens
+from bottega.tasks.align.clip_folder import load_clip_tokenizer
 
 MIN_COSINE = 1e-4
 """Lower bound of a cosine before its logarithm is taken, since a cosine may be 0 or negative. Useful images have higher ones."""
@@ -46,7 +46,7 @@ class ClipScorer:
     @classmethod
     def load(cls, folder: Path, device: Any) -> ClipScorer:
         """Load a CLIP model and its tokenizer from a folder."""
-        return cls(load_clip(folder).to(device), load_clip_tokens(folder), device)
+        return cls(load_clip(folder).to(device), load_clip_tokenizer(folder), device)
 
     @torch.no_grad()
     def encode_images(self, images: np.ndarray) -> np.ndarray:

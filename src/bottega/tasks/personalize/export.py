@@ -43,7 +43,8 @@ class PublishedModel(BaseModel):
     def from_model(cls, model: FrozenModel) -> PublishedModel:
         """Describe a frozen model without local paths."""
         is_local = (
-            model.named.startswith((dependencies.PREFIX, "/", ".", "~")) or Path(model.named).expanduser().exists()
+            model.named.startswith((dependencies.REFERENCE_PREFIX, "/", ".", "~"))
+            or Path(model.named).expanduser().exists()
         )
         return cls(named=Path(model.named).name if is_local else model.named, contents=model.contents)
 

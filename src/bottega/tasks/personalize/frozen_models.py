@@ -159,7 +159,7 @@ def _get_recorded_folder(model: FrozenModel) -> Path:
 
 
 def _relocate(model: FrozenModel, key: str, recipe: PersonalizeRecipe, processor: Path) -> FrozenModel:
-    is_dependency = getattr(recipe.model, key).startswith(dependencies.PREFIX)
+    is_dependency = getattr(recipe.model, key).startswith(dependencies.REFERENCE_PREFIX)
     folder = find_frozen_model(
         DESCRIPTIONS[key],
         model.content,

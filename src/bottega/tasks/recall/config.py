@@ -211,14 +211,16 @@ class LastingRecipe(Recipe):
             slots = memory.episodic_slots + memory.semantic_slots
             if slots < needed:
                 text = f"{memory.episodic_slots} episodic and {memory.semantic_slots} semantic slots cannot hold {needed} facts"
-                raised = needed - memory.semantic_slots
-                conflicts.append(("model.memory.episodic_slots", "data.distance", f"{text}; raise it to {raised}"))
-        problem = self.distance_problem(self.distributed.processes or 1)
+                needed_slots = needed - memory.semantic_slots
+                conflicts.append(
+                    ("model.memory.episodic_slots", "data.distance", f"{text}; raise it to {needed_slots}")
+                )
+        problem = self.describe_distance_problem(self.distributed.processes or 1)
         if problem is not None:
             conflicts.append(("data.distance", "training.batch_size", problem))
         return conflicts
 
-    def distance_problem(self, num_processes: int) -> str | None:
+    def describe_distance_problem(self, num_processes: int) -> str | None:
         """Return what is wrong if a query can fall into the same step as the fact it asks for, else None."""
         training, distance = self.training, self.data.distance
         accumulation = training.gradient_accumulation_steps

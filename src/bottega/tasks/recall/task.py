@@ -60,26 +60,26 @@ class Recall(Task):
     def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
         answers = batch["answers"]
         if "weight" in batch:
-            counted = (batch["weight"] > 0).view(-1, *[1] * (answers.dim() - 1))
-            answers = answers.masked_fill(~counted, IGNORE_INDEX)
+            is_counted = (batch["weight"] > 0).view(-1, *[1] * (answers.dim() - 1))
+            answers = answers.masked_fill(~is_counted, IGNORE_INDEX)
         scores = self.predict_scores(models, batch["tokens"]).float()
         total = F.cross_entropy(scores.flatten(0, -2), answers.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
         is_query = answers != IGNORE_INDEX
         is_correct = (scores.argmax(-1) == answers) & is_query
         metrics: Sums = {ACCURACY: (is_correct.sum(), is_query.sum())}
         if "measured" in batch:
-            metrics |= self.evaluation_sums(is_correct, is_query)
+            metrics |= self.compute_evaluation_sums(is_correct, is_query)
             if self.has_memory:
                 with torch.no_grad():
                     predicted = self.predict_scores(models, batch["tokens"], with_memory=False).argmax(-1)
                 metrics[ACCURACY_WITHOUT_MEMORY] = (((predicted == answers) & is_query).sum(), is_query.sum())
-        return Loss(terms={"loss": (total, 1.0)}, metrics=metrics, rows=self.update_rows(batch))
+        return Loss(terms={"loss": (total, 1.0)}, metrics=metrics, rows=self.select_update_rows(batch))
 
-    def evaluation_sums(self, is_correct: Tensor, is_query: Tensor) -> Sums:
+    def compute_evaluation_sums(self, is_correct: Tensor, is_query: Tensor) -> Sums:
         """Return further metrics of an evaluation."""
         return {}
 
-    def update_rows(self, batch: Batch) -> dict[str, Tensor]:
+    def select_update_rows(self, batch: Batch) -> dict[str, Tensor]:
         """Return the rows of each example that `update` needs."""
         return {}
 
@@ -102,7 +102,7 @@ class RecallStreams(Recall):
         scores: Tensor = models["model"](tokens, with_memory=with_memory)[0]
         return scores
 
-    def evaluation_sums(self, is_correct: Tensor, is_query: Tensor) -> Sums:
+    def compute_evaluation_sums(self, is_correct: Tensor, is_query: Tensor) -> Sums:
         """Return the accuracy by the number of segments between a fact and its query."""
         correct, total = is_correct.sum((0, 2)), is_query.sum((0, 2))
         return {f"distance_{d}/{ACCURACY}": (correct[d], total[d]) for d in range(1, len(total))}
@@ -133,7 +133,7 @@ class RecallFacts(Recall):
         scores: Tensor = models["model"](tokens, with_memory=with_memory)
         return scores
 
-    def update_rows(self, batch: Batch) -> dict[str, Tensor]:
+    def select_update_rows(self, batch: Batch) -> dict[str, Tensor]:
         if self.memory is None or "stated" not in batch:
             return {}
         return {"stated": batch["stated"], "queried": batch["queried"]}

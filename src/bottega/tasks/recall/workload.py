@@ -29,7 +29,7 @@ from bottega.tasks.task_data import TaskData
 from bottega.tasks.workload import Workload
 from bottega.world import World
 
-DATA, CONFIG = "data.json", "config.json"
+METADATA_FILE, CONFIG_FILE = "data.json", "config.json"
 MODEL_TYPE = "bottega-recall"
 
 
@@ -38,7 +38,7 @@ def open_workload(recipe: Recipe, *, progress: Callable[[str, int, int], None]) 
     assert isinstance(recipe, RecallRecipe | LastingRecipe)
     if isinstance(recipe, LastingRecipe):
         # The recipe may leave the number of processes open, and the batch of a step grows with it.
-        problem = recipe.distance_problem(World.from_environment().data_size)
+        problem = recipe.describe_distance_problem(World.from_environment().data_size)
         if problem is not None:
             raise UsageError(f"data.distance: {problem}")
     return RecallWorkload(recipe)
@@ -62,18 +62,18 @@ class RecallWorkload(Workload):
     def __init__(self, recipe: RecallRecipe | LastingRecipe) -> None:
         self.recipe = recipe
         data = recipe.data
-        keys = data.num_keys + (recipe.data.num_lasting if isinstance(recipe, LastingRecipe) else 0)
-        self.tokens = Tokens(keys, data.num_values, data.num_fillers)
+        num_keys = data.num_keys + (recipe.data.num_lasting if isinstance(recipe, LastingRecipe) else 0)
+        self.tokens = Tokens(num_keys, data.num_values, data.num_fillers)
         self.task: Recall = self._build_task()
         distances: tuple[str, ...] = ()
         if isinstance(recipe, RecallRecipe):
             distances = tuple(f"distance_{d}/{ACCURACY}" for d in range(1, recipe.data.distance + 1))
         self.data = RecallData(recipe, self.tokens)
         self.processor = FileProcessor(
-            DATA,
-            json.dumps(self._token_metadata(), indent=1) + "\n",
+            METADATA_FILE,
+            json.dumps(self._build_token_metadata(), indent=1) + "\n",
             parse=json.loads,
-            is_same=lambda previous: bool(previous == self._token_metadata()),
+            is_same=lambda previous: bool(previous == self._build_token_metadata()),
             mismatch="the tokens of the recipe differ from those of this run; start over with --fresh",
         )
         self.sampler = RecallSampler(recipe, self.task, self.tokens, self.data)
@@ -95,7 +95,7 @@ class RecallWorkload(Workload):
             temperature=options.temperature if options is not None else 1.0,
         )
 
-    def _token_metadata(self) -> dict[str, Any]:
+    def _build_token_metadata(self) -> dict[str, Any]:
         return {
             "ask": 0,
             "num_keys": self.tokens.num_keys,
@@ -108,11 +108,11 @@ class RecallWorkload(Workload):
         folder.mkdir(parents=True, exist_ok=True)
         config = {
             "model_type": MODEL_TYPE,
-            "tokens": self._token_metadata(),
+            "tokens": self._build_token_metadata(),
             **self.task.model_dump(),
             "seed": self.recipe.seed,
         }
-        (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
+        (folder / CONFIG_FILE).write_text(json.dumps(config, indent=1) + "\n")
         model = models["model"]
         state = {name: tensor.detach().contiguous().cpu() for name, tensor in model.state_dict().items()}
         if hasattr(model, "codes"):
@@ -149,11 +149,11 @@ class RecallData(TaskData):
                 sizes[name] = min(max(1, round(fraction * total)), held_out.limit or total)
         return {"train": max(0, total - sum(sizes.values())), **sizes}
 
-    def _streams(self, name: str) -> Streams:
+    def _build_streams(self, name: str) -> Streams:
         data = self.recipe.data
         assert isinstance(self.recipe, RecallRecipe)
         names = list(self._sizes)
-        first = sum(self._sizes[other] for other in names[: names.index(name)])
+        first_sample = sum(self._sizes[other] for other in names[: names.index(name)])
         return Streams(
             self.tokens,
             data.segment_length,
@@ -161,7 +161,7 @@ class RecallData(TaskData):
             data.num_pairs,
             data.num_questions,
             self.recipe.seed,
-            first,
+            first_sample,
             self._sizes[name],
             is_measured=name != "train",
         )
@@ -183,7 +183,7 @@ class RecallData(TaskData):
         )
 
     def training(self) -> Source:
-        return self._streams("train") if isinstance(self.recipe, RecallRecipe) else self._facts
+        return self._build_streams("train") if isinstance(self.recipe, RecallRecipe) else self._facts
 
     @property
     def order(self) -> Order | None:
@@ -191,16 +191,16 @@ class RecallData(TaskData):
         return Unshuffled(len(self._facts), is_endless=True) if isinstance(self.recipe, LastingRecipe) else None
 
     def validation(self) -> Source | None:
-        return self._held_out("validation")
+        return self._build_held_out("validation")
 
     def test(self) -> Source | None:
-        return self._held_out("test")
+        return self._build_held_out("test")
 
-    def _held_out(self, name: str) -> Source | None:
+    def _build_held_out(self, name: str) -> Source | None:
         if getattr(self.recipe.data, name) is None:
             return None
         if isinstance(self.recipe, RecallRecipe):
-            return self._streams(name)
+            return self._build_streams(name)
         data = self.recipe.data
         count = -(-data.num_lasting // data.num_questions)  # queries every lasting key
         return Lasting(self._facts, min(count, getattr(data, name).limit or count))
@@ -234,7 +234,7 @@ class RecallSampler(Sampler):
             for position in zip(*np.nonzero(rows["answers"][number] != IGNORE_INDEX), strict=True):
                 key = self.tokens.format_token(int(rows["tokens"][number][position]))
                 values = [f"v{predicted[number][position]}" for predicted in predictions]
-                without = f" (without memory {values[1]})" if len(values) > 1 else ""
-                lines.append(f"? {key}  predicted {values[0]}{without}, correct v{rows['answers'][number][position]}")
+                baseline = f" (without memory {values[1]})" if len(values) > 1 else ""
+                lines.append(f"? {key}  predicted {values[0]}{baseline}, correct v{rows['answers'][number][position]}")
             text = f"{source.describe(number, 0)}\n\n" + "\n".join(lines) + "\n"
             (folder / f"{number:02d}.txt").write_text(text, encoding="utf-8")

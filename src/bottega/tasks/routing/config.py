@@ -106,11 +106,11 @@ class RoutingRecipe(Recipe):
     data: RoutingData = Field(default_factory=RoutingData, description="the data")
 
     def find_conflicts(self) -> list[tuple[str, str, str]]:
-        problem = rules_problem(self.model, self.data.num_rules) if self.data.is_synthetic else None
+        problem = describe_rules_problem(self.model, self.data.num_rules) if self.data.is_synthetic else None
         return [*super().find_conflicts(), *([("model.num_experts", "data.num_rules", problem)] if problem else ())]
 
 
-def rules_problem(model: RoutingModel, num_rules: int) -> str | None:
+def describe_rules_problem(model: RoutingModel, num_rules: int) -> str | None:
     """Return what is wrong if the routing loss is used and the number of experts differs from that of rules, else None."""
     if not model.routing_loss_weight or num_rules == model.num_experts:
         return None

@@ -17,7 +17,7 @@ from bottega.models.routing.config import RoutingShape
 from bottega.models.spiking.config import SpikingShape
 from bottega.models.ssm.config import SSMShape
 
-METADATA_FILE, CONFIG = "routing.json", "config.json"
+METADATA_FILE, CONFIG_FILE = "routing.json", "config.json"
 RECIPE_KEYS: dict[type[BaseModel], dict[str, str]] = {
     ExpertsShape: {"num_shared": "shared_experts"},
     SSMShape: {"head_size": "ssm_head_size"},
@@ -51,12 +51,12 @@ class RoutingMetadata(BaseModel):
 
     def matches(self, other: RoutingMetadata) -> bool:
         """Return whether `other` is the same, up to rounding of mean and scale on another machine."""
-        same = {"mean": self.mean, "scale": self.scale}
+        own_scale = {"mean": self.mean, "scale": self.scale}
         is_close = all(
             len(mine) == len(theirs) and np.allclose(mine, theirs, rtol=1e-4, atol=1e-6)
             for mine, theirs in ((self.mean, other.mean), (self.scale, other.scale))
         )
-        return is_close and other.model_copy(update=same) == self
+        return is_close and other.model_copy(update=own_scale) == self
 
     def check_columns(self, columns: tuple[str, ...] | None, where: str) -> None:
         """Raise a DataError if other data has other columns; inputs are ordered by column name."""
@@ -64,7 +64,9 @@ class RoutingMetadata(BaseModel):
             return
         if columns is None:
             names = ", ".join(map(repr, self.columns[:8])) + (", ..." if len(self.columns) > 8 else "")
-            raise DataError(f"{where}: has no column names; this run was trained on the columns {names}")
+            raise DataError(
+                f"{where} has no column names; give it a header with the columns that this run was trained on: {names}"
+            )
         problem = describe_column_mismatch(columns, self.columns)
         if problem is not None:
             raise DataError(f"{where}: {problem}")
@@ -76,54 +78,56 @@ def apply_pretrained_scale(folder: Path, metadata: RoutingMetadata) -> RoutingMe
     Raises a UsageError that names all differences if the network or its labels differ.
     """
     try:
-        config = json.loads((folder / CONFIG).read_bytes())
+        config = json.loads((folder / CONFIG_FILE).read_bytes())
         del config["model_type"]
         pretrained = RoutingMetadata.model_validate(config)
     except (OSError, ValueError, KeyError, TypeError):
         raise UsageError(f"model.from: {folder} is not an exported routing model; give one, or remove it") from None
     differences = _find_differences(pretrained.shape, metadata.shape)
     if differences:
-        listed = ", ".join(
-            f"{DATA_FIELDS.get(key, key)} {format_value(theirs)} (here {format_value(ours)})"
-            for key, (theirs, ours) in differences.items()
+        description = ", ".join(
+            f"{DATA_FIELDS.get(key, key)} {format_value(pretrained_value)} (here {format_value(own_value)})"
+            for key, (pretrained_value, own_value) in differences.items()
         )
         changes = [
-            f"model.{key}={_to_yaml(theirs)}" for key, (theirs, _) in differences.items() if key not in DATA_FIELDS
+            f"model.{key}={_to_yaml(pretrained_value)}"
+            for key, (pretrained_value, _) in differences.items()
+            if key not in DATA_FIELDS
         ]
-        data = "give it data like those it was trained on" if differences.keys() & DATA_FIELDS.keys() else ""
+        data = "give it data like its training data" if differences.keys() & DATA_FIELDS.keys() else ""
         remedy = "; ".join(filter(None, (data, f"set {' '.join(changes)}" if changes else "")))
-        raise UsageError(f"model.from: {folder} has {listed}; {remedy}")
-    for theirs, ours in zip(pretrained.classes, metadata.classes, strict=True):
-        if theirs != ours:
+        raise UsageError(f"model.from: {folder} has {description}; {remedy}")
+    for pretrained_value, own_value in zip(pretrained.classes, metadata.classes, strict=True):
+        if pretrained_value != own_value:
             raise UsageError(
-                f"model.from: {folder} has label {theirs} where the data here has {ours}; use data with the same labels"
+                f"model.from: {folder} has label {pretrained_value} where the data here has {own_value}; use data with the same labels"
             )
     return metadata.model_copy(update={"mean": pretrained.mean, "scale": pretrained.scale})
 
 
-def _find_differences(theirs: BaseModel, ours: BaseModel) -> dict[str, tuple[Any, Any]]:
+def _find_differences(pretrained: BaseModel, own: BaseModel) -> dict[str, tuple[Any, Any]]:
     """Return recipe key -> (their value, our value) for every field that weights depend on and that differs."""
     differences: dict[str, tuple[Any, Any]] = {}
-    inner: list[tuple[BaseModel, BaseModel]] = []
-    for field, their_value in theirs:
-        our_value = getattr(ours, field)
-        if isinstance(their_value, BaseModel) or isinstance(our_value, BaseModel):
+    inner_shapes: list[tuple[BaseModel, BaseModel]] = []
+    for field, pretrained_value in pretrained:
+        own_value = getattr(own, field)
+        if isinstance(pretrained_value, BaseModel) or isinstance(own_value, BaseModel):
             # If one of them has no such inner shape, another field differs as well.
-            if isinstance(their_value, BaseModel) and isinstance(our_value, BaseModel):
-                inner.append((their_value, our_value))
-        elif field == "trunk" and "spiking" in (their_value, our_value) and their_value != our_value:
-            differences["spike_threshold"] = (_threshold(theirs), _threshold(ours))
-            if their_value == "state_space":
-                differences["trunk"] = (their_value, our_value)
+            if isinstance(pretrained_value, BaseModel) and isinstance(own_value, BaseModel):
+                inner_shapes.append((pretrained_value, own_value))
+        elif field == "trunk" and "spiking" in (pretrained_value, own_value) and pretrained_value != own_value:
+            differences["spike_threshold"] = (_get_threshold(pretrained), _get_threshold(own))
+            if pretrained_value == "state_space":
+                differences["trunk"] = (pretrained_value, own_value)
         # A bias takes part in the choice of experts, so weights that were trained with one keep it.
-        elif their_value != our_value and (field not in TRAINING_FIELDS or their_value == "bias"):
-            differences[RECIPE_KEYS.get(type(theirs), {}).get(field, field)] = (their_value, our_value)
-    for pair in inner:
+        elif pretrained_value != own_value and (field not in TRAINING_FIELDS or pretrained_value == "bias"):
+            differences[RECIPE_KEYS.get(type(pretrained), {}).get(field, field)] = (pretrained_value, own_value)
+    for pair in inner_shapes:
         differences = {**_find_differences(*pair), **differences}  # an inner width follows from the outer one
     return differences
 
 
-def _threshold(shape: Any) -> float | None:
+def _get_threshold(shape: Any) -> float | None:
     return shape.spiking.threshold if shape.spiking is not None else None
 
 

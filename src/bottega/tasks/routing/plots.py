@@ -17,18 +17,18 @@ MAX_SAMPLES = 4
 def describe_routing(
     *,
     accuracy: float,
-    bayes: float | None,
+    bayes_accuracy: float | None,
     samples: str,
     load: np.ndarray,
     counts: np.ndarray | None,
     top_k: int,
-    firing: float | None,
+    firing_rate: float | None,
 ) -> str:
     """Return a report of the accuracy, the expert load and the rules that each expert receives.
 
     `load` is (experts,); `counts` (rules, experts) counts each sample for the first of its `top_k` experts.
     """
-    optimum = f" (Bayes-optimal {bayes:.4f})" if bayes is not None else ""
+    optimum = f" (Bayes-optimal {bayes_accuracy:.4f})" if bayes_accuracy is not None else ""
     lines = [f"accuracy      {accuracy:.4f} on {samples}{optimum}"]
     if len(load) > 1:
         lines.append(f"load          {'  '.join(f'{fraction:.3f}' for fraction in load)}")
@@ -38,8 +38,8 @@ def describe_routing(
         lines.append(
             f"information   {information:.4f} (normalised mutual information of rule and {_name_expert(top_k)})"
         )
-    if firing is not None:
-        lines.append(f"firing rate   {firing:.4f} spikes per unit and time step")
+    if firing_rate is not None:
+        lines.append(f"firing rate   {firing_rate:.4f} spikes per unit and time step")
     if counts is not None and len(load) > 1:
         width = max(7, len(f"{counts.max():,}") + 2)
         lines += [
@@ -56,10 +56,10 @@ def _name_expert(top_k: int) -> str:
 
 def format_fractions(counts: np.ndarray) -> list[str]:
     """Return fractions with two digits that sum to 1, by rounding up those with the largest remainders."""
-    exact = 100 * counts / max(float(counts.sum()), 1e-12)
-    floors = np.floor(exact + 1e-9).astype(int)
+    percentages = 100 * counts / max(float(counts.sum()), 1e-12)
+    floors = np.floor(percentages + 1e-9).astype(int)
     if counts.sum() > 0:
-        floors[np.argsort(floors - exact, kind="stable")[: 100 - floors.sum()]] += 1
+        floors[np.argsort(floors - percentages, kind="stable")[: 100 - floors.sum()]] += 1
     return [f"{value / 100:.2f}" for value in floors]
 
 

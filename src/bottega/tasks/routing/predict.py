@@ -15,18 +15,23 @@ if TYPE_CHECKING:
     from bottega.tasks.routing.workload import RoutingWorkload
 
 
-def predict_rows(workload: RoutingWorkload, models: Models, new: NewSamples, *, device: Any) -> list[dict[str, Any]]:
+def predict_rows(
+    workload: RoutingWorkload, models: Models, new_samples: NewSamples, *, device: Any
+) -> list[dict[str, Any]]:
     """Return the predicted label and the expert or experts of each row, given as numbers or as tables."""
-    inputs = new.inputs
-    numbers = [_parse_numbers(text) for text in inputs]
-    if inputs and all(row is not None for row in numbers):
-        keys, x = [str(n) for n in range(len(inputs))], _stack_rows([row for row in numbers if row is not None], inputs)
+    inputs = new_samples.inputs
+    parsed_rows = [_parse_numbers(text) for text in inputs]
+    if inputs and all(row is not None for row in parsed_rows):
+        keys, x = (
+            [str(n) for n in range(len(inputs))],
+            _stack_rows([row for row in parsed_rows if row is not None], inputs),
+        )
     else:
-        paths = new.paths
+        paths = new_samples.paths
         if not paths or any(map(is_missing, inputs)):
-            not_texts = ", not texts" if inputs else ""
+            correction = ", not texts" if inputs else ""
             raise UsageError(
-                f"this run classifies rows of numbers{not_texts}; give a table with --data FILE, or numbers: 0.5,1,-2"
+                f"this run classifies rows of numbers{correction}; give a table with --data FILE, or numbers: 0.5,1,-2"
             )
         keys, x = workload.read_rows(paths[0] if len(paths) == 1 else paths)
     probabilities, chosen = workload.predict_with_experts(models, x, device=device)
@@ -51,6 +56,6 @@ def _stack_rows(rows: list[list[float]], texts: Sequence[str]) -> np.ndarray:
     for row, text in zip(rows, texts, strict=True):
         if len(row) != len(rows[0]):
             raise UsageError(
-                f"{text}: has {len(row)} numbers, but {texts[0]} has {len(rows[0])}; give rows of equal length"
+                f"{text} has {len(row)} numbers, but {texts[0]} has {len(rows[0])}; give rows of equal length"
             )
     return np.array(rows, np.float32)

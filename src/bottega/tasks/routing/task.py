@@ -27,7 +27,7 @@ from bottega.models.spiking.units import (
 from bottega.tasks.metrics import classification
 from bottega.tasks.metrics.routing import routing_metrics
 
-EXPERTS = "experts"
+EXPERT_LAYER = "experts"
 """Name of the expert layer in the model, and prefix of its statistics."""
 
 
@@ -67,35 +67,37 @@ class RoutingTask(Task):
             models["model"].set_scale(np.asarray(self.mean), np.asarray(self.scale))
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
-        number = float((np.asarray(batch["weight"]) > 0).sum()) if "weight" in batch else float(len(batch["x"]))
+        count = float((np.asarray(batch["weight"]) > 0).sum()) if "weight" in batch else float(len(batch["x"]))
         names = ["loss", *(["routing"] if self._uses_routing_loss(batch) else []), *self._auxiliary_weights]
-        return dict.fromkeys(names, number)
+        return dict.fromkeys(names, count)
 
     def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
         model, label = models["model"], batch["label"].long()
-        counted = batch["weight"] > 0 if "weight" in batch else torch.ones_like(label, dtype=torch.bool)
-        out: RoutingNetOutput = model(batch["x"], counted)
+        is_counted = batch["weight"] > 0 if "weight" in batch else torch.ones_like(label, dtype=torch.bool)
+        out: RoutingNetOutput = model(batch["x"], is_counted)
         logits = out.logits.float()
         smoothing = self.label_smoothing if model.training else 0.0
         losses = {"loss": F.cross_entropy(logits, label, reduction="none", label_smoothing=smoothing)}
         weights = {"loss": 1.0}
         if self._uses_routing_loss(batch):
-            losses["routing"] = self._routing_loss(out, batch["rule"].long())
+            losses["routing"] = self._compute_routing_loss(out, batch["rule"].long())
             weights["routing"] = self.routing_loss_weight
         # Select instead of multiplying: padding rows may have any value, and 0 times infinity is not a number.
-        terms = {name: (torch.where(counted, values, 0.0).sum(), weights[name]) for name, values in losses.items()}
-        metrics = self._metrics(out, batch, counted)
+        terms = {name: (torch.where(is_counted, values, 0.0).sum(), weights[name]) for name, values in losses.items()}
+        metrics = self._compute_metrics(out, batch, is_counted)
         rows = {"probability": logits.detach().softmax(1), "label": label}
         if not model.training:
-            return Loss(terms, metrics, rows=rows | self._evaluation_rows(out, batch))
-        terms |= self._auxiliary_terms(out, counted)
-        return Loss(terms, metrics | self._drop_rate(out), rows=rows, stats=routing_stats(out.routing, EXPERTS))
+            return Loss(terms, metrics, rows=rows | self._collect_evaluation_rows(out, batch))
+        terms |= self._compute_auxiliary_terms(out, is_counted)
+        return Loss(
+            terms, metrics | self._compute_drop_rate(out), rows=rows, stats=routing_stats(out.routing, EXPERT_LAYER)
+        )
 
     def update(self, tensors: Mapping[str, Array], batch_stats: Mapping[str, Array], rng: Noise) -> Mapping[str, Array]:
-        return update_router_state(tensors, batch_stats, name=EXPERTS, shape=self.shape.experts, rng=rng)
+        return update_router_state(tensors, batch_stats, name=EXPERT_LAYER, shape=self.shape.experts, rng=rng)
 
     def batch_metrics(self, batch_stats: Mapping[str, Array]) -> dict[str, Array]:
-        load = batch_stats.get(f"{EXPERTS}.load") if self.shape.experts.num_experts > 1 else None
+        load = batch_stats.get(f"{EXPERT_LAYER}.load") if self.shape.experts.num_experts > 1 else None
         return {} if load is None else {"load_entropy": load_entropy(load)}
 
     def score(self, rows: Rows) -> dict[str, float]:
@@ -112,11 +114,11 @@ class RoutingTask(Task):
     @property
     def evaluation_metrics(self) -> tuple[str, ...]:
         """Names of the metrics of an evaluation."""
-        experts = self.shape.experts.num_experts
+        num_experts = self.shape.experts.num_experts
         names = ["loss", "accuracy", "macro_f1", "weighted_f1", "ece", "auroc"]
         names += ["bayes_accuracy"] if self.has_bayes else []
-        if experts > 1:
-            names += ["gate_entropy", "load_entropy", *(f"load/{number}" for number in range(experts))]
+        if num_experts > 1:
+            names += ["gate_entropy", "load_entropy", *(f"load/{number}" for number in range(num_experts))]
             names += ["rule_information"] if self.num_rules is not None else []
             names += ["routing"] if self.routing_loss_weight else []
         return (*names, *(("firing_rate", "dead", "saturated") if self._has_spiking_units else ()))
@@ -140,34 +142,34 @@ class RoutingTask(Task):
         }
         return {name: weight for name, weight in weights.items() if weight}
 
-    def _auxiliary_terms(self, out: RoutingNetOutput, counted: Tensor) -> dict[str, tuple[Tensor, float]]:
+    def _compute_auxiliary_terms(self, out: RoutingNetOutput, is_counted: Tensor) -> dict[str, tuple[Tensor, float]]:
         """Return the auxiliary losses; in training only, since they depend on the running load and not on the weights alone."""
         terms: dict[str, tuple[Tensor, float]] = {}
         for name, weight in self._auxiliary_weights.items():
             if name == "firing":
                 assert out.spikes is not None
                 assert self.firing_rate is not None
-                total = torch.where(counted, firing_rate_penalties(out.spikes, self.firing_rate), 0.0).sum()
+                total = torch.where(is_counted, firing_rate_penalties(out.spikes, self.firing_rate), 0.0).sum()
             else:
                 total = out.routing.balance if name == "balance" else out.routing.z
             terms[name] = (total, weight)
         return terms
 
-    def _metrics(self, out: RoutingNetOutput, batch: Batch, counted: Tensor) -> Sums:
-        count, routing = counted.float().sum(), out.routing
-        correct = torch.where(counted, out.logits.argmax(1) == batch["label"], False).float().sum()
+    def _compute_metrics(self, out: RoutingNetOutput, batch: Batch, is_counted: Tensor) -> Sums:
+        count, routing = is_counted.float().sum(), out.routing
+        correct = torch.where(is_counted, out.logits.argmax(1) == batch["label"], False).float().sum()
         metrics: Sums = {"accuracy": (correct, count)}
         if "bayes" in batch:
-            metrics["bayes_accuracy"] = (torch.where(counted, batch["bayes"], 0.0).sum(), count)
+            metrics["bayes_accuracy"] = (torch.where(is_counted, batch["bayes"], 0.0).sum(), count)
         if self.shape.experts.num_experts > 1:
             max_entropy = float(np.log(self.shape.experts.num_experts))
             metrics["gate_entropy"] = (routing.entropy.detach() / max_entropy, count)
         if self._has_spiking_units:
-            rates = torch.cat([rates for rates, _ in self._firing_rates(out)], dim=-1)
-            metrics["firing_rate"] = sum_activity(rates[None], counted)["firing_rate"]
+            rates = torch.cat([rates for rates, _ in self._collect_firing_rates(out)], dim=-1)
+            metrics["firing_rate"] = sum_activity(rates[None], is_counted)["firing_rate"]
         return metrics
 
-    def _firing_rates(self, out: RoutingNetOutput) -> list[tuple[Tensor, float]]:
+    def _collect_firing_rates(self, out: RoutingNetOutput) -> list[tuple[Tensor, float]]:
         """Return the firing rates, (batch, units), and the highest possible rate, of the trunk and of the router."""
         rates: list[tuple[Tensor, float]] = []
         if out.spikes is not None and self.shape.spiking is not None:
@@ -176,24 +178,24 @@ class RoutingTask(Task):
             rates.append((out.routing.rates.detach(), self.shape.experts.spiking_units.highest_rate))
         return rates
 
-    def _drop_rate(self, out: RoutingNetOutput) -> Sums:
+    def _compute_drop_rate(self, out: RoutingNetOutput) -> Sums:
         """Return the fraction of samples that exceeded the capacity of an expert, which is limited in training only."""
         experts, routing = self.shape.experts, out.routing
         if not experts.has_capacity_limit or experts.num_experts == 1:
             return {}
         return {"drop_rate": (routing.dropped, routing.tokens * experts.top_k)}
 
-    def _evaluation_rows(self, out: RoutingNetOutput, batch: Batch) -> dict[str, Tensor]:
+    def _collect_evaluation_rows(self, out: RoutingNetOutput, batch: Batch) -> dict[str, Tensor]:
         """Return the chosen experts, the rule and the unit activity of each example, for `score`."""
         rows = {"chosen": out.routing.chosen}
         if "rule" in batch:
             rows["rule"] = batch["rule"]
         if self._has_spiking_units:
-            activity = [unit_activity(rates[None], highest) for rates, highest in self._firing_rates(out)]
+            activity = [unit_activity(rates[None], highest) for rates, highest in self._collect_firing_rates(out)]
             rows["units"] = torch.cat(activity, dim=-1)
         return rows
 
-    def _routing_loss(self, out: RoutingNetOutput, rule: Tensor) -> Tensor:
+    def _compute_routing_loss(self, out: RoutingNetOutput, rule: Tensor) -> Tensor:
         """Return the cross-entropy between the router and the correct expert, (batch,); binary for sigmoid gates."""
         logits = out.routing.logits
         if self.shape.experts.gate == "softmax":

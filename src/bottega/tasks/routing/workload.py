@@ -37,19 +37,19 @@ from bottega.tasks.classify.objective import includes_unseen_classes
 from bottega.tasks.metadata import read_metadata
 from bottega.tasks.metrics.routing import count_rule_experts, expert_load
 from bottega.tasks.processor import FileProcessor
-from bottega.tasks.routing.config import RoutingModel, RoutingRecipe, rules_problem
-from bottega.tasks.routing.metadata import CONFIG, METADATA_FILE, RoutingMetadata, apply_pretrained_scale
+from bottega.tasks.routing.config import RoutingModel, RoutingRecipe, describe_rules_problem
+from bottega.tasks.routing.metadata import CONFIG_FILE, METADATA_FILE, RoutingMetadata, apply_pretrained_scale
 from bottega.tasks.routing.plots import describe_routing, draw_experts, draw_raster
 from bottega.tasks.routing.predict import predict_rows
 from bottega.tasks.routing.task import RoutingTask
 from bottega.tasks.sampler import Sampler
 from bottega.tasks.table_data import TableData
-from bottega.tasks.workload import Predictor, Workload, headline_metrics
+from bottega.tasks.workload import Predictor, Workload, choose_headline_metrics
 
 MODEL_TYPE = "bottega-routing"
 MAX_UNCHECKED_LABELS = 10
 """Up to this number of labels, the label column is not checked for being a measurement or an id."""
-NUM_PLOTTED = 2000
+MAX_PLOTTED_SAMPLES = 2000
 """Samples that the report and the plots of a run are computed from."""
 
 
@@ -59,7 +59,7 @@ def open_workload(recipe: Recipe, *, progress: Callable[[str, int, int], None]) 
     prepared = prepare_vectors(recipe.data, progress=progress)
     if not len(prepared.classes):
         raise DataError(
-            f"{_data_name(recipe)}: its rows have no labels, but routing is trained on labelled rows; "
+            f"{_describe_data(recipe)}: its rows have no labels, but routing is trained on labelled rows; "
             "set data.train.label to the column of the labels"
         )
     _check_labels(recipe, prepared)
@@ -79,7 +79,7 @@ def open_workload(recipe: Recipe, *, progress: Callable[[str, int, int], None]) 
         mean=mean,
         scale=scale,
         has_bayes="bayes_accuracy" in prepared.metadata,
-        columns=_input_columns(prepared),
+        columns=_read_input_columns(prepared),
     )
     _check_num_rules(recipe, num_rules)
     return RoutingWorkload(recipe, metadata, prepared=prepared)
@@ -135,7 +135,7 @@ class RoutingWorkload(Workload):
             read_external=self._read_external,
             prepared=prepared,
             expected_fingerprint=expected_fingerprint,
-            notes=self._notes,
+            notes=self._collect_notes,
         )
         self.processor = FileProcessor(
             METADATA_FILE,
@@ -149,11 +149,11 @@ class RoutingWorkload(Workload):
 
     @property
     def headline(self) -> tuple[str, ...]:
-        return headline_metrics(
+        return choose_headline_metrics(
             self.recipe, *("loss", "accuracy", "bayes_accuracy", "load_entropy", "rule_information", "firing_rate")
         )
 
-    def _notes(self, prepared: PreparedData) -> list[str]:
+    def _collect_notes(self, prepared: PreparedData) -> list[str]:
         left_out = [
             f"column {name!r} is not numeric and is left out" for name in prepared.metadata.get("left_out_columns", ())
         ]
@@ -167,7 +167,7 @@ class RoutingWorkload(Workload):
         path = external.path
         recipe = self.recipe.model_copy(update={"data": external.replace_in(self.recipe.data)})
         prepared = prepare_vectors(recipe.data, progress=lambda stage, done, total: None)
-        self.metadata.check_columns(_input_columns(prepared), path)
+        self.metadata.check_columns(_read_input_columns(prepared), path)
         return self._check_rows(_open_rows(recipe, prepared, external.table, self.classes, is_training=False), path)
 
     def _check_rows(self, rows: VectorRows, where: str) -> VectorRows:
@@ -181,13 +181,13 @@ class RoutingWorkload(Workload):
 
     def _check_rules(self, rows: VectorRows) -> None:
         """Raise DataError if the routing loss is used and a rule has no expert; metrics accept any rules."""
-        experts = self.metadata.shape.experts.num_experts
-        if rows.rules is None or not self.recipe.model.routing_loss_weight or int(rows.rules.max()) < experts:
+        num_experts = self.metadata.shape.experts.num_experts
+        if rows.rules is None or not self.recipe.model.routing_loss_weight or int(rows.rules.max()) < num_experts:
             return
-        first = int(np.argmax(rows.rules >= experts))
-        key = rows.table.row("key", first) if rows.table is not None else f"row {first}"
+        row = int(np.argmax(rows.rules >= num_experts))
+        key = rows.table.row("key", row) if rows.table is not None else f"row {row}"
         raise DataError(
-            f"{key}: has rule {rows.rules[first]}, but this run has {experts} experts, for the rules 0 to {experts - 1}; "
+            f"{key}: has rule {rows.rules[row]}, but this run has {num_experts} experts, for the rules 0 to {num_experts - 1}; "
             "remove such rows, or the column 'rule'"
         )
 
@@ -209,8 +209,8 @@ class RoutingWorkload(Workload):
         probabilities = [np.zeros((0, len(self.classes)), np.float32)]
         chosen = [np.zeros((0, self.metadata.shape.experts.top_k), np.int64)]
         for first in range(0, len(rows), batch_size):
-            part = np.ascontiguousarray(rows[first : first + batch_size], np.float32)
-            out = self.task.predict(models, torch.from_numpy(part).to(device))
+            chunk = np.ascontiguousarray(rows[first : first + batch_size], np.float32)
+            out = self.task.predict(models, torch.from_numpy(chunk).to(device))
             probabilities.append(out.logits.float().softmax(1).cpu().numpy())
             chosen.append(out.routing.chosen.cpu().numpy())
         return np.concatenate(probabilities), np.concatenate(chosen)
@@ -224,7 +224,7 @@ class RoutingWorkload(Workload):
         """Write model.safetensors and a config.json that describes the network in full, since no other library implements it."""
         folder.mkdir(parents=True, exist_ok=True)
         config = {"model_type": MODEL_TYPE, **self.metadata.model_dump()}
-        (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
+        (folder / CONFIG_FILE).write_text(json.dumps(config, indent=1) + "\n")
         state = {name: tensor.detach().contiguous().cpu() for name, tensor in models["model"].state_dict().items()}
         save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
         return {"library_name": "bottega", "pipeline_tag": "tabular-classification"}
@@ -242,33 +242,33 @@ class RoutingSampler(Sampler):
         """Write 00.txt, experts.png if there are several experts, and spikes.png if the trunk has spiking units."""
         held_out = self.data.validation()
         source = held_out or self.data.training()
-        index = np.arange(min(NUM_PLOTTED, len(source)))
+        index = np.arange(min(MAX_PLOTTED_SAMPLES, len(source)))
         rows = source.rows(index, np.zeros(len(index), np.int64))
         size = self.recipe.evaluation.batch_size or self.recipe.training.batch_size
         outputs = [
-            self.task.predict(models, torch.from_numpy(rows["x"][at : at + size]).to(device))
-            for at in range(0, len(index), size)
+            self.task.predict(models, torch.from_numpy(rows["x"][start : start + size]).to(device))
+            for start in range(0, len(index), size)
         ]
         chosen = torch.cat([out.routing.chosen for out in outputs]).cpu().numpy()
         predicted = torch.cat([out.logits for out in outputs]).argmax(1).cpu().numpy()
-        experts, rule = self.metadata.shape.experts.num_experts, rows.get("rule")
+        num_experts, rule = self.metadata.shape.experts.num_experts, rows.get("rule")
         counts = None
-        if rule is not None and self.metadata.num_rules is not None and experts > 1:
-            counts = count_rule_experts(rule, chosen[:, 0], num_rules=self.metadata.num_rules, num_experts=experts)
-        load = expert_load(chosen, experts)
+        if rule is not None and self.metadata.num_rules is not None and num_experts > 1:
+            counts = count_rule_experts(rule, chosen[:, 0], num_rules=self.metadata.num_rules, num_experts=num_experts)
+        load = expert_load(chosen, num_experts)
         spikes = outputs[0].spikes
         text = describe_routing(
             accuracy=float((predicted == rows["label"]).mean()),
-            bayes=float(rows["bayes"].mean()) if "bayes" in rows else None,
+            bayes_accuracy=float(rows["bayes"].mean()) if "bayes" in rows else None,
             samples=f"{_format_count(len(index), len(source))} {'held-out' if held_out else 'training'} samples{_format_step(folder)}",
             load=load,
             counts=counts,
             top_k=chosen.shape[1],
-            firing=_firing_rate([out.spikes for out in outputs if out.spikes is not None]),
+            firing_rate=_compute_firing_rate([out.spikes for out in outputs if out.spikes is not None]),
         )
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "00.txt").write_text(text + "\n", encoding="utf-8")
-        if experts > 1:
+        if num_experts > 1:
             try_plot(partial(draw_experts, load, counts, top_k=chosen.shape[1]), folder / "experts.png")
         if spikes is not None:
             num_layers = self.metadata.shape.num_layers
@@ -337,10 +337,10 @@ def _resolve_ssm_shape(model: RoutingModel) -> SSMShape:
 
 def _check_labels(recipe: RoutingRecipe, prepared: PreparedData) -> None:
     """Raise DataError if most rows have a label of their own, which is then a measurement or an id."""
-    rows, labels = sum(counts["rows"] for counts in prepared.tables.values()), len(prepared.classes)
-    if not recipe.data.is_synthetic and labels > MAX_UNCHECKED_LABELS and 2 * labels > rows:
+    num_rows, num_labels = sum(counts["rows"] for counts in prepared.tables.values()), len(prepared.classes)
+    if not recipe.data.is_synthetic and num_labels > MAX_UNCHECKED_LABELS and 2 * num_labels > num_rows:
         raise DataError(
-            f"{_data_name(recipe)}: {rows:,} rows have {labels:,} different labels, so this column is probably not the "
+            f"{_describe_data(recipe)}: {num_rows:,} rows have {num_labels:,} different labels, so this column is probably not the "
             "label; set data.train.label to the right one"
         )
 
@@ -352,14 +352,14 @@ def _check_num_rules(recipe: RoutingRecipe, num_rules: int | None) -> None:
     if num_rules is None:
         raise UsageError(
             f"model.routing_loss_weight: {model.routing_loss_weight} needs the correct expert of each row, but "
-            f"{_data_name(recipe)} has no column 'rule'; add it, or set model.routing_loss_weight=0"
+            f"{_describe_data(recipe)} has no column 'rule'; add it, or set model.routing_loss_weight=0"
         )
-    problem = rules_problem(model, num_rules)
+    problem = describe_rules_problem(model, num_rules)
     if problem is not None:
         raise UsageError(f"model.num_experts: {problem}")
 
 
-def _firing_rate(spikes: Sequence[torch.Tensor]) -> float | None:
+def _compute_firing_rate(spikes: Sequence[torch.Tensor]) -> float | None:
     """Return the mean over all samples of all batches, or None without spikes."""
     return float(sum(batch.sum() for batch in spikes)) / sum(batch.numel() for batch in spikes) if spikes else None
 
@@ -374,12 +374,12 @@ def _format_step(folder: Path) -> str:
     return f" at step {int(step):,}" if step.isdecimal() else ""
 
 
-def _input_columns(prepared: PreparedData) -> tuple[str, ...] | None:
+def _read_input_columns(prepared: PreparedData) -> tuple[str, ...] | None:
     names = prepared.metadata.get("input_columns")
     return None if names is None else tuple(names)
 
 
-def _data_name(recipe: RoutingRecipe) -> str:
+def _describe_data(recipe: RoutingRecipe) -> str:
     sources = recipe.data.sources or (recipe.data.train,)
     return ", ".join(source.path for source in sources if source.path is not None) or "data.train"
 

@@ -16,7 +16,7 @@ LISTED_FIRST = ("cross_entropy", "focal")
 """Losses listed first; the others follow in alphabetical order."""
 
 
-def loss_names() -> tuple[str, ...]:
+def list_loss_names() -> tuple[str, ...]:
     """Return the name of every loss, from the files in this folder."""
     files = {file.stem for file in Path(__file__).parent.glob("*.py")} - {"__init__", "base"}
     return (*LISTED_FIRST, *sorted(files - {*LISTED_FIRST}))
@@ -24,11 +24,11 @@ def loss_names() -> tuple[str, ...]:
 
 def find_loss(name: str) -> type[ClassificationLoss]:
     """Import and return the loss of this name."""
-    kind: type[ClassificationLoss] = import_module(f"{__name__}.{name}").LOSS
-    return kind
+    loss_class: type[ClassificationLoss] = import_module(f"{__name__}.{name}").LOSS
+    return loss_class
 
 
 if TYPE_CHECKING:
     LossName = str
 else:
-    LossName = Literal[loss_names()]
+    LossName = Literal[list_loss_names()]

@@ -22,8 +22,8 @@ class CrossEntropy(ClassificationLoss):
         return F.cross_entropy(logits, labels, reduction="none", label_smoothing=self.label_smoothing)
 
     def per_label(self, logits: Tensor, labels: Tensor) -> Tensor:
-        smooth = labels * (1 - self.label_smoothing) + self.label_smoothing / 2
-        return F.binary_cross_entropy_with_logits(logits, smooth, reduction="none")
+        smoothed_labels = labels * (1 - self.label_smoothing) + self.label_smoothing / 2
+        return F.binary_cross_entropy_with_logits(logits, smoothed_labels, reduction="none")
 
 
 LOSS = CrossEntropy

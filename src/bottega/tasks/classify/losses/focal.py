@@ -11,7 +11,7 @@ from torch import Tensor
 from bottega.tasks.classify.losses.base import ClassificationLoss
 from bottega.tasks.classify.losses.cross_entropy import CrossEntropy
 
-SMALLEST_MISS = 1e-7
+MIN_ERROR_PROBABILITY = 1e-7
 """Lower bound of 1 - p: at 0, the gradient would be infinite for a gamma below 1."""
 
 
@@ -28,15 +28,15 @@ class Focal(ClassificationLoss):
         return self.gamma == 0 and self._cross_entropy.is_cross_entropy
 
     def per_example(self, logits: Tensor, labels: Tensor) -> Tensor:
-        missed = 1 - logits.softmax(dim=1).gather(1, labels[:, None])[:, 0]
-        return self._cross_entropy.per_example(logits, labels) * self._factor(missed)
+        error_probability = 1 - logits.softmax(dim=1).gather(1, labels[:, None])[:, 0]
+        return self._cross_entropy.per_example(logits, labels) * self._compute_factor(error_probability)
 
     def per_label(self, logits: Tensor, labels: Tensor) -> Tensor:
-        missed = torch.where(labels > 0, -logits, logits).sigmoid()
-        return self._cross_entropy.per_label(logits, labels) * self._factor(missed)
+        error_probability = torch.where(labels > 0, -logits, logits).sigmoid()
+        return self._cross_entropy.per_label(logits, labels) * self._compute_factor(error_probability)
 
-    def _factor(self, missed: Tensor) -> Tensor:
-        return missed.clamp(min=SMALLEST_MISS) ** self.gamma
+    def _compute_factor(self, error_probability: Tensor) -> Tensor:
+        return error_probability.clamp(min=MIN_ERROR_PROBABILITY) ** self.gamma
 
 
 LOSS = Focal

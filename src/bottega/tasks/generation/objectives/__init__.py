@@ -1,6 +1,6 @@
 """Objectives of generation: every file of this folder but base.py is one, named like its file, and sets `OBJECTIVE`.
 
-To add one, add a file. Listing the names imports none of them, so that recipes are read without a framework.
+To add an objective, add a file. Listing the names imports no file, so that recipes are read without a framework.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ LISTED_FIRST = ("flow", "noise", "v")
 """Order in which objectives are listed; others follow by name."""
 
 
-def objective_names() -> tuple[str, ...]:
+def list_objective_names() -> tuple[str, ...]:
     """Return the name of every objective, from the files of this folder."""
     files = {file.stem for file in Path(__file__).parent.glob("*.py")} - {"__init__", "base"}
     return (*LISTED_FIRST, *sorted(files - {*LISTED_FIRST}))
@@ -24,11 +24,11 @@ def objective_names() -> tuple[str, ...]:
 
 def find_objective(name: str) -> type[Objective]:
     """Import the objective of this name."""
-    kind: type[Objective] = import_module(f"{__name__}.{name}").OBJECTIVE
-    return kind
+    objective_class: type[Objective] = import_module(f"{__name__}.{name}").OBJECTIVE
+    return objective_class
 
 
 if TYPE_CHECKING:
     ObjectiveName = str
 else:
-    ObjectiveName = Literal[objective_names()]
+    ObjectiveName = Literal[list_objective_names()]

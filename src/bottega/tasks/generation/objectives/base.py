@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from bottega.core.noise import Noise
-from bottega.tasks.generation.schedules import DIFFUSERS, STEPS, Schedule, alpha_bar, betas
+from bottega.tasks.generation.schedules import DIFFUSERS_SCHEDULES, STEPS, Schedule, alpha_bar, betas
 
 Times = Literal["logit_normal", "uniform"]
 
 
 @dataclass(frozen=True)
 class Objective(ABC):
-    """A diffusion objective; its fields are those of `NoisePath`, of which it uses those that apply."""
+    """A diffusion objective. Its fields are those of `NoisePath`; an objective ignores those that do not apply to it."""
 
     times: Times
     schedule: Schedule
@@ -94,18 +94,18 @@ class VariancePreserving(Objective):
         return torch.floor(rng.uniform("time") * STEPS) / STEPS
 
     def levels(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        signal = alpha_bar(self.schedule, t.device)[_step(t)]
+        signal = alpha_bar(self.schedule, t.device)[_to_step(t)]
         return signal.sqrt(), (1 - signal).sqrt()
 
     def model_time(self, t: Tensor) -> Tensor:
-        return _step(t).float()
+        return _to_step(t).float()
 
     def weight(self, alpha: Tensor, sigma: Tensor) -> Tensor | None:
         """Return the Min-SNR weight (Hang et al., 2023), which limits the weight of nearly clean samples."""
         return None if self.min_snr is None else self.min_snr_weight(alpha.square() / sigma.square(), self.min_snr)
 
     @abstractmethod
-    def min_snr_weight(self, snr: Tensor, most: float) -> Tensor:
+    def min_snr_weight(self, snr: Tensor, max_snr: float) -> Tensor:
         """Return the Min-SNR weight at these signal-to-noise ratios for this objective's target."""
 
     @cached_property
@@ -120,8 +120,8 @@ class VariancePreserving(Objective):
     def grid(self, steps: int, device: torch.device | str) -> Tensor:
         # Down to the very first step: a jump to the data from 1000 / steps cost scaled_linear 0.03 at 64 steps, and the
         # second-order methods their order. The end, 0 again, is not a step but the data themselves.
-        trained = torch.linspace(self.first_step / STEPS, 0, steps, dtype=torch.float64, device=device)
-        return torch.cat((trained, trained.new_zeros(1)))
+        step_times = torch.linspace(self.first_step / STEPS, 0, steps, dtype=torch.float64, device=device)
+        return torch.cat((step_times, step_times.new_zeros(1)))
 
     def grid_levels(self, t: Tensor) -> tuple[Tensor, Tensor]:
         alpha, sigma = self.levels(t)
@@ -129,20 +129,20 @@ class VariancePreserving(Objective):
         return torch.where(is_end, 1.0, alpha), torch.where(is_end, 0.0, sigma)
 
     def scheduler(self, pipeline: str | None) -> tuple[str, dict[str, Any]]:
-        schedule, first, last = DIFFUSERS[self.schedule]
-        is_plain = pipeline == "DDPMPipeline"
+        schedule, beta_start, beta_end = DIFFUSERS_SCHEDULES[self.schedule]
+        is_ddpm_pipeline = pipeline == "DDPMPipeline"
         config: dict[str, Any] = {
             "num_train_timesteps": STEPS,
             "beta_schedule": schedule,
-            "beta_start": first,
-            "beta_end": last,
+            "beta_start": beta_start,
+            "beta_end": beta_end,
             "prediction_type": self.prediction_type,
             # Pixels are bounded by -1 and 1, latents are not.
-            "clip_sample": is_plain,
+            "clip_sample": is_ddpm_pipeline,
             # Start at the last trained step, which is pure noise, as our samplers do.
             "timestep_spacing": "trailing",
         }
-        if is_plain:
+        if is_ddpm_pipeline:
             return "DDPMScheduler", config
         # Trailing steps have no offset; Stable Diffusion's pipeline warns about any but 1.
         config |= {"set_alpha_to_one": True, "steps_offset": 1}
@@ -154,5 +154,5 @@ class VariancePreserving(Objective):
         return "DDIMScheduler", config
 
 
-def _step(t: Tensor) -> Tensor:
+def _to_step(t: Tensor) -> Tensor:
     return (t * STEPS).round().long().clamp(0, STEPS - 1)

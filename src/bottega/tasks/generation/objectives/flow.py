@@ -22,8 +22,8 @@ class Flow(Objective):
     def draw_times(self, rng: Noise) -> Tensor:
         """Return training times; the logit-normal favours the middle of the path, where prediction is hardest."""
         if self.times == "logit_normal":
-            return self._shifted(torch.sigmoid(rng.normal("time")))
-        return self._shifted(rng.uniform("time"))
+            return self._shift_times(torch.sigmoid(rng.normal("time")))
+        return self._shift_times(rng.uniform("time"))
 
     def levels(self, t: Tensor) -> tuple[Tensor, Tensor]:
         return 1 - t, t
@@ -38,12 +38,12 @@ class Flow(Objective):
         return x - sigma * predicted, x + alpha * predicted
 
     def grid(self, steps: int, device: torch.device | str) -> Tensor:
-        return self._shifted(torch.linspace(1, 0, steps + 1, dtype=torch.float64, device=device))
+        return self._shift_times(torch.linspace(1, 0, steps + 1, dtype=torch.float64, device=device))
 
     def scheduler(self, pipeline: str | None) -> tuple[str, dict[str, Any]]:
         return "FlowMatchEulerDiscreteScheduler", {"num_train_timesteps": STEPS, "shift": self.shift}
 
-    def _shifted(self, t: Tensor) -> Tensor:
+    def _shift_times(self, t: Tensor) -> Tensor:
         return t if self.shift == 1 else self.shift * t / (1 + (self.shift - 1) * t)
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from bottega.tasks.generation.objectives.base import VariancePreserving
 from bottega.tasks.generation.schedules import alpha_bar
 
-LEAST_RATIO = 0.068
-"""Ratio alpha / sigma at which a sampler starts: that at the end of Stable Diffusion's schedule."""
+MIN_RATIO = 0.068
+"""Ratio alpha / sigma at which a sampler starts: the ratio at the end of Stable Diffusion's schedule."""
 
 
 @final
@@ -27,19 +27,19 @@ class NoisePrediction(VariancePreserving):
     def split_prediction(self, predicted: Tensor, x: Tensor, alpha: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
         return (x - sigma * predicted) / alpha, predicted
 
-    def min_snr_weight(self, snr: Tensor, most: float) -> Tensor:
-        return snr.clamp(max=most) / snr
+    def min_snr_weight(self, snr: Tensor, max_snr: float) -> Tensor:
+        return snr.clamp(max=max_snr) / snr
 
     @cached_property
     def first_step(self) -> int:
-        """The last step with a ratio of data to noise of at least LEAST_RATIO.
+        """The last step with a ratio of data to noise of at least MIN_RATIO.
 
         The predicted clean sample is divided by alpha, which falls to 5e-5 in the cosine schedule: digits of a model
         trained for 600 steps had a deviation of 1,700; 1.8 from a ratio of 0.006; and 0.76 from this one (the data: 0.75).
         """
         signal = alpha_bar(self.schedule, torch.device("cpu"))
         alpha, sigma = signal.sqrt(), (1 - signal).sqrt()
-        return int(torch.nonzero(alpha >= LEAST_RATIO * sigma).max())
+        return int(torch.nonzero(alpha >= MIN_RATIO * sigma).max())
 
 
 OBJECTIVE = NoisePrediction

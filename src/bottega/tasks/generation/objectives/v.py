@@ -21,8 +21,8 @@ class VPrediction(VariancePreserving):
     def split_prediction(self, predicted: Tensor, x: Tensor, alpha: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
         return alpha * x - sigma * predicted, sigma * x + alpha * predicted
 
-    def min_snr_weight(self, snr: Tensor, most: float) -> Tensor:
-        return snr.clamp(max=most) / (snr + 1)
+    def min_snr_weight(self, snr: Tensor, max_snr: float) -> Tensor:
+        return snr.clamp(max=max_snr) / (snr + 1)
 
 
 OBJECTIVE = VPrediction
