@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 
 import bottega
-from bottega.analysis.generation_scores import JudgeModel, Reference, collect_samples
+from bottega.analysis.generation_scores import Reference, collect_samples
+from bottega.analysis.judge_model import JudgeModel
 from bottega.tasks.recipes import load_recipe, parse_overrides
 
 RECIPES = {
@@ -51,7 +52,7 @@ def blur(images: np.ndarray, sigma: float) -> np.ndarray:
 def blur_distances(run: Path, split: str) -> dict[str, float]:
     """Return the judge-Frechet distance of blurred real held-out images, by sigma."""
     saved = bottega.load(run)
-    judge = JudgeModel.open_judge(saved, saved.workload, quiet=True)
+    judge = JudgeModel.open_judge(saved, saved.workload, [], quiet=True)
     assert judge is not None
     held_out = collect_samples(saved.workload, [saved.workload.read_raw(split)])
     training = collect_samples(

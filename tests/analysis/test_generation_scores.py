@@ -11,7 +11,7 @@ import pytest
 
 import bottega
 import small_media
-from bottega.analysis import generation_scores
+from bottega.analysis import generation_scores, judge_model
 from bottega.analysis.evaluate import format_report
 from bottega.core.errors import DataError, UsageError
 from bottega.tasks.generation.sampler import GenerationSampler
@@ -112,19 +112,19 @@ def test_judge_classifies_in_chunks(run: Path, monkeypatch: pytest.MonkeyPatch) 
     saved = bottega.load(run, device="cpu")
     workload = saved.workload
     assert isinstance(workload, GenerationWorkload)
-    judge = generation_scores.JudgeModel.open_judge(saved, workload, [], quiet=True)
+    judge = judge_model.JudgeModel.open_judge(saved, workload, [], quiet=True)
     assert judge is not None
     samples = generation_scores.collect_samples(workload, [workload.read_raw("train")]).samples
     expected_outputs = judge.classify(samples)
     sizes: list[int] = []
-    normalise = generation_scores.normalise_pixels
+    normalise = judge_model.normalise_pixels
 
     def record_size(part: np.ndarray, **how: Any) -> np.ndarray:
         sizes.append(len(part))
         return normalise(part, **how)
 
-    monkeypatch.setattr(generation_scores, "normalise_pixels", record_size)
-    monkeypatch.setattr(generation_scores, "CHUNK_SIZE", 10)
+    monkeypatch.setattr(judge_model, "normalise_pixels", record_size)
+    monkeypatch.setattr(judge_model, "CHUNK_SIZE", 10)
     for output, expected in zip(judge.classify(samples), expected_outputs, strict=True):
         np.testing.assert_allclose(output, expected, rtol=0, atol=1e-5)
     assert sizes == [10, 10, 7]
@@ -135,16 +135,14 @@ def test_judge_uses_its_last_checkpoint(
 ) -> None:
     """Its best checkpoint was selected on the data that serve as real samples here."""
     checkpoints: list[Any] = []
-    load = generation_scores.load
+    load = judge_model.load
 
     def record_load(path: Path, **options: Any) -> Any:
         checkpoints.append(options.get("checkpoint"))
         return load(path, **options)
 
-    monkeypatch.setattr(generation_scores, "load", record_load)
-    assert (
-        generation_scores.JudgeModel.open_judge(bottega.load(run, device="cpu"), workload, [], quiet=True) is not None
-    )
+    monkeypatch.setattr(judge_model, "load", record_load)
+    assert judge_model.JudgeModel.open_judge(bottega.load(run, device="cpu"), workload, [], quiet=True) is not None
     assert checkpoints == ["last"]
 
 
@@ -152,7 +150,7 @@ def test_missing_judge_is_refused_before_generation(run: Path, monkeypatch: pyte
     def missing(*_: Any, **__: Any) -> None:
         raise UsageError("no judge")
 
-    monkeypatch.setattr(generation_scores, "ensure_dependency", missing)
+    monkeypatch.setattr(judge_model, "ensure_dependency", missing)
     monkeypatch.setattr(
         GenerationSampler, "draw", lambda *_, **__: pytest.fail("generated before the judge is available")
     )

@@ -735,7 +735,7 @@ def test_invalid_comparisons_are_refused(make_run: Any, tmp_path: Path) -> None:
     assert "given twice" in error_of(run, run)
     assert "given twice" in error_of(run, f"{run}:both")
     twice = error_of(f"{run}:none", f"{run}:none")
-    assert twice == f"the arm none of {run} is given twice; give two, such as {run}:none {run}:both"
+    assert twice == f"the arm none of {run} is given twice; give two different arms, such as {run}:none {run}:both"
     assert "different users" in error_of(run, others)
     assert "different users or wishes" in error_of(run, wishes)
     assert "fewer than 5" in error_of(f"{few}:none", f"{few}:both")

@@ -363,7 +363,7 @@ def test_missing_labels_are_refused(train: Any, tmp_path: Path) -> None:
     [
         ("image", {"data.image_size": 0}, ["data.image_size", "above 0"]),
         ("image", {"data.image_size": 9000}, ["data.image_size", "at most 8192"]),
-        ("image", {"data.image_size": 9}, ["model.patch_size", "2 do not divide a side of 9", "use one of 1, 3, 9"]),
+        ("image", {"data.image_size": 9}, ["model.patch_size", "2 do not divide a side of 9", "1, 3, 9 do"]),
         ("image", {"model.condition_dropout": 0, "samples.guidance": 3}, ["samples.guidance 3", "condition_dropout"]),
         ("audio", {"data.hop_size": 200}, ["hop_size", "200 is more than half of fft_size 256", "usually 64"]),
         ("audio", {"data.hop_size": 0}, ["data.hop_size", "above 0"]),

@@ -57,9 +57,9 @@ def test_evaluation_computes_no_gradient(monkeypatch: pytest.MonkeyPatch) -> Non
     requests = []
     inner = module._compute_losses_and_gradient
 
-    def spy(*args: Tensor, ignore_index: int, gradient: bool) -> None:
-        requests.append(gradient)
-        inner(*args, ignore_index=ignore_index, with_gradient=gradient)
+    def spy(*args: Tensor, ignore_index: int, with_gradient: bool) -> None:
+        requests.append(with_gradient)
+        inner(*args, ignore_index=ignore_index, with_gradient=with_gradient)
 
     monkeypatch.setattr(module, "_compute_losses_and_gradient", spy)
     with torch.no_grad():

@@ -307,7 +307,7 @@ def test_states_of_other_widths_are_compared_by_their_relations() -> None:
     mask = torch.ones(2, 6, dtype=torch.bool)
     assert (hidden_state_distance(own, own @ rotation, mask) < 1e-10).all()
     assert (hidden_state_distance(own, torch.randn(2, 6, 8, generator=rng), mask) > 1e-2).all()
-    with pytest.raises(UsageError, match=r"hidden: a block of the teacher has 4 positions, the student's 6"):
+    with pytest.raises(UsageError, match=r"hidden: a block of the teacher has 4 positions, but the student's has 6"):
         hidden_state_distance(own, own[:, :4], mask)
     assert hidden_state_distance(torch.randn(1, 5000, 2), torch.randn(1, 5000, 3), None).isfinite().all()
 

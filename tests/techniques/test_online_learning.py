@@ -182,7 +182,7 @@ def test_run_length_is_the_stream_length_and_the_ledger_lists_it(tmp_path: Path)
     np.testing.assert_array_equal(index[epoch == NEW_SAMPLE_EPOCH], np.arange(size))
     with pytest.raises(
         UsageError,
-        match=rf"training\.max_steps: 99 is more than the stream \(data\.online\) has: {run.step} steps of 8 samples",
+        match=rf"training\.max_steps: 99 is more than the stream \(data\.online\) has, which is {run.step} steps of 8 samples",
     ):
         train("routing", tmp_path, name="longer", **{"training.max_steps": 99})
     with pytest.raises(UsageError, match=r"training\.batch_size: 8 -> 4"):

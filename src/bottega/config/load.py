@@ -230,12 +230,8 @@ def _resolve_layer(
         problems.append(Problem(None, "task", message, "task"))
     if problems:
         lines = dict.fromkeys(str(problem) for problem in _sort_problems(problems))
-        is_task_known = len(task_names) == 1 and not task_problems
-        valid_part = (
-            _validate_rest(problems, type(best_trial.recipe), flat)
-            if is_task_known and best_trial.recipe is not None
-            else None
-        )
+        best, is_task_known = best_trial.recipe, len(task_names) == 1 and not task_problems
+        valid_part = _validate_rest(problems, type(best), flat) if is_task_known and best is not None else None
         raise RecipeError(strip_credentials_in_text("\n".join(lines)), valid_part)
     assert best_trial.recipe is not None
     notes += _list_batch_notes(best_trial.recipe)

@@ -214,7 +214,7 @@ def test_array_source_fingerprint_and_description() -> None:
     assert ArraySource({"x": np.zeros(4)}).fingerprint != ArraySource({"x": np.zeros((4, 1))}).fingerprint
     assert "sample 2 of 4" in source.describe(2, 0)
     assert "y: [4 5]" in source.describe(2, 0)
-    with pytest.raises(DataError, match="equally long"):
+    with pytest.raises(DataError, match="all of the same length"):
         ArraySource({"x": np.zeros(4), "y": np.zeros(3)})
     with pytest.raises(DataError, match="at least one"):
         ArraySource({})

@@ -306,7 +306,7 @@ def test_invalid_tokenizer_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no token that ends a text"):
         load_pretrained_tokenizer(str(tmp_path))
     (tmp_path / "tokenizer_config.json").write_text("[]")
-    with pytest.raises(DataError, match="must contain a JSON object"):
+    with pytest.raises(DataError, match="expected a JSON object"):
         load_pretrained_tokenizer(str(tmp_path))
     with pytest.raises(UsageError, match=r"needs a tokenizer\.json"):
         build_tokenizer(TokenizerSpec(kind="pretrained"), [])

@@ -129,5 +129,7 @@ def test_recall_is_over_all_distinct_captions_of_the_data() -> None:
     text_embeddings = np.eye(3, dtype=np.float32)
     captions = np.array([7, 8, 9, 7])
     image_embeddings = np.array([[1, 0, 0], [0, 0.4, 0.6], [0, 0, 1], [0.9, 0.1, 0]], np.float32)
-    metrics = TASK.score({"picture": image_embeddings, "words": text_embeddings[captions - 7], "caption": captions})
+    metrics = TASK.score(
+        {"image_embedding": image_embeddings, "text_embedding": text_embeddings[captions - 7], "caption": captions}
+    )
     assert metrics == {"caption_recall": 0.75}

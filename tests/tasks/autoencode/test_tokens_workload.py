@@ -132,7 +132,7 @@ def test_audio_tokenizers_train_and_export(tmp_path: Path, quantiser: str) -> No
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model.downsample": 16}, "height 8 (a multiple of 16"),
+        ({"model.downsample": 16}, "height 8 (must be a multiple of 16"),
         ({"model.dropout": 0.1}, "model.dropout"),
         ({"model.levels": [1, 4]}, "levels is [1, 4]"),
         ({"data.input": "video"}, "data.input"),

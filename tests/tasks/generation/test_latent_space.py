@@ -280,7 +280,7 @@ def test_precomputed_latents_can_be_enabled_on_resume(run: Any, tmp_path: Path) 
             r"data\.normalise: unit is not supported: an autoencoder reads values from -1 to 1",
         ),
         ({"data.channels": 3}, r"model\.vae: .* reads 1 channels, but the data has 3; set data\.channels=1"),
-        ({"data.image_size": 9}, r"height 9 \(a multiple of 2"),
+        ({"data.image_size": 9}, r"height 9 \(must be a multiple of 2"),
         ({"model.patch_size": 3}, r"model\.patch_size: patches of 3 do not divide a side of 4"),
         ({"model.vae": "nowhere"}, r"model\.vae: nowhere is not a folder"),
         ({"model.vae": "needs.other"}, r"needs\.other"),

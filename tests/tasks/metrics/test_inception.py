@@ -125,7 +125,7 @@ def test_other_names_shapes_and_damage_are_refused(tmp_path: Path) -> None:
     state = {name: tensor for name, tensor in random_state().items() if tensor.numel() < 5000}
     path = tmp_path / "weights.safetensors"
     save_file(state, path)
-    with pytest.raises(CheckpointError, match=r"weights.safetensors: lacks Conv2d_2a_3x3.conv.weight \(\d+ missing, 0"):
+    with pytest.raises(CheckpointError, match=r"weights.safetensors lacks Conv2d_2a_3x3.conv.weight \(\d+ missing, 0"):
         load_inception(path)
     path.write_bytes(b"\x80\x04 no tensors")
     with pytest.raises(CheckpointError, match="is damaged or not a safetensors file"):

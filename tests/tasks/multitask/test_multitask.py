@@ -121,7 +121,9 @@ def test_a_run_stores_the_recipes_of_its_parts(tmp_path: Path) -> None:
     with pytest.raises(BottegaError, match=r"data\.parts\.topics: .*label"):
         train(tmp_path, **options, **{"training.max_steps": 9})
     own.write_text("extends: classify\ndata: {sequence_length: 32}\nmodel: {attention_dropout: 0.3}\n")
-    with pytest.raises(DataError, match=r"data\.parts\.topics: model\.attention_dropout: None -> 0\.3 since this run"):
+    with pytest.raises(
+        DataError, match=r"data\.parts\.topics: model\.attention_dropout changed from None to 0\.3 since this run"
+    ):
         train(tmp_path, **options, **{"training.max_steps": 9})
 
 

@@ -560,7 +560,7 @@ def test_the_recipe_declares_its_dependencies() -> None:
     [
         ([], "contains no record"),
         ([{"history": [{"id": "a", "caption": "red"}], "target": "a star"}], "target must be an object"),
-        ([{"history": [{"id": "a", "caption": "red", "image": "../out.png"}], "wish": "a star"}], "lies outside"),
+        ([{"history": [{"id": "a", "caption": "red", "image": "../out.png"}], "wish": "a star"}], "is outside"),
         ([{"history": [{"id": "a", "caption": "red", "image": "gone.png"}], "wish": "a star"}], "does not exist"),
         ([{"history": [{"id": "a", "caption": "red", "image": "bad.png"}], "wish": "a star"}], "cannot be read"),
     ],

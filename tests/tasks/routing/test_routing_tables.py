@@ -175,7 +175,13 @@ def test_headline_metrics_of_a_sequence_include_each_source() -> None:
 
 def test_description_names_the_first_of_several_experts() -> None:
     counts, load = np.array([[3, 1], [0, 4]]), np.array([0.4, 0.6])
-    fields: dict[str, Any] = {"accuracy": 0.5, "bayes": None, "samples": "8 samples", "load": load, "firing": None}
+    fields: dict[str, Any] = {
+        "accuracy": 0.5,
+        "bayes_accuracy": None,
+        "samples": "8 samples",
+        "load": load,
+        "firing_rate": None,
+    }
     assert "mutual information of rule and expert)" in describe_routing(**fields, counts=counts, top_k=1)
     several = describe_routing(**fields, counts=counts, top_k=2)
     assert "mutual information of rule and the first of 2 experts)" in several

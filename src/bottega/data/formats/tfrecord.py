@@ -102,9 +102,8 @@ def _count_valid_headers(data: bytes, starts: np.ndarray) -> int:
         return 0
     raw = np.frombuffer(data, np.uint8)
     stored_checksums = raw[starts[:, None] + np.arange(8, 12)].view("<u4")[:, 0]
-    wrong_indices = np.flatnonzero(
-        crc32c.mask_crcs(crc32c.crc32c_of_spans(data, starts, starts + 8)) != stored_checksums
-    )
+    checksums = crc32c.mask_crcs(crc32c.crc32c_of_spans(data, starts, starts + 8))
+    wrong_indices = np.flatnonzero(checksums != stored_checksums)
     return int(wrong_indices[0]) if len(wrong_indices) else len(starts)
 
 
@@ -123,11 +122,10 @@ def _read_records(stream: BinaryIO, offset: int, stop: int | None) -> Iterator[t
         rest, offset = buffer[num_parsed_bytes:], offset + num_parsed_bytes
         if len(rest) >= HEADER.size and not _is_valid_header(rest[: HEADER.size]):
             length = int.from_bytes(rest[:8], "little")
-            yield (
-                offset,
-                b"",
-                f"its length, {length}, is damaged or above {MAX_MEMBER_BYTES}; the records after it cannot be located",
+            problem = (
+                f"its length, {length}, is damaged or above {MAX_MEMBER_BYTES}; the records after it cannot be located"
             )
+            yield offset, b"", problem
             return
     if rest:
         yield offset, b"", "the file is truncated: it ends within this record"
