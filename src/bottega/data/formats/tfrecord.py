@@ -25,8 +25,7 @@ from bottega.data.records.record import BadRecord, Record, Unreadable
 HEADER = struct.Struct("<QI")  # length of the data, masked CRC of these 8 bytes; the data and their CRC follow
 FLOAT = struct.Struct("<f")
 OVERHEAD_BYTES = HEADER.size + 4
-HEADERS_PER_BLOCK = 1 << 16
-"""Headers whose checksums are computed at once while pieces are cut."""
+HEADERS_PER_BLOCK = 1 << 16  # whose checksums are computed at once while pieces are cut
 CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 
 
@@ -352,9 +351,8 @@ def _to_field_value(feature: list[bytes] | np.ndarray | None) -> Any:
         return _unwrap_scalar(feature)
     if feature is None:
         return None
-    values = [_decode_if_text(value) for value in feature]
-    if not all(isinstance(value, str) for value in values):
-        values = list(feature)
+    texts = [_decode_if_text(value) for value in feature]
+    values = texts if all(isinstance(text, str) for text in texts) else feature
     return values[0] if len(values) == 1 else values
 
 
@@ -373,9 +371,9 @@ def _decode_if_text(value: bytes) -> str | bytes:
 
 def _stack_steps(steps: list[list[bytes] | np.ndarray | None]) -> Any:
     """Return an array (steps, n) if all steps have n numbers, (steps,) if each has one; otherwise a list of values."""
-    shapes = {(step.dtype, len(step)) if isinstance(step, np.ndarray) else None for step in steps}
-    if len(shapes) == 1 and None not in shapes:
-        stacked = np.stack([step for step in steps if isinstance(step, np.ndarray)])
+    arrays = [step for step in steps if isinstance(step, np.ndarray)]
+    if len(arrays) == len(steps) and len({(array.dtype, len(array)) for array in arrays}) == 1:
+        stacked = np.stack(arrays)
         return stacked[:, 0] if stacked.shape[1] == 1 else stacked
     return [_to_field_value(step) for step in steps]
 
