@@ -350,8 +350,8 @@ def update_config(folder: Path, part: str, **values: Any) -> Path:
 
 
 REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
-    "width": ("sd", "unet/config.json", {"cross_attention_dim": 768}, "width 768 .*text_encoder of the same pipeline gives 16;"),
-    "widths": ("sdxl", "unet/config.json", {"cross_attention_dim": 16}, "width 16 .*text_encoder_2 of the same pipeline gives 40;"),
+    "width": ("sd", "unet/config.json", {"cross_attention_dim": 768}, "width 768 .*text_encoder. have width 16;"),
+    "widths": ("sdxl", "unet/config.json", {"cross_attention_dim": 16}, "width 16 .*text_encoder_2. have width 40;"),
     "sizes": ("sdxl", "unet/config.json", {"addition_time_embed_dim": 9}, r"input_dim 68, but .* encoder \(20\) and the embedded image size \(6 x 9\)"),
     "joint width": ("flow", "transformer/config.json", {"joint_attention_dim": 64}, "width 64 .* gives 48;"),
     "pooled": ("flow", "transformer/config.json", {"pooled_projection_dim": 20}, "width 20 .* gives 32;"),

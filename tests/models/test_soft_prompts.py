@@ -55,7 +55,7 @@ def test_initial_values_depend_on_seed_and_name() -> None:
 
 
 @pytest.mark.parametrize("projection", [None, 200])
-def test_initial_scale_matches_the_surrounding_activations(projection: int | None) -> None:
+def test_initial_scales_of_tokens_outputs_and_prefixes(projection: int | None) -> None:
     shape = TINY.model_copy(update={"projection": projection, "num_prefix_tokens": 50, "head_size": 32})
     soft = build_soft_prompts(shape, 0, token_scale=0.3)
     normed = torch.randn(512, 2, 256, generator=torch.Generator().manual_seed(0))

@@ -59,7 +59,7 @@ def test_content_hash_ignores_case_and_white_space(words: list[str], space: str)
 
 
 def test_hashes_are_the_same_in_every_process() -> None:
-    # blake2b of "hello world" cut to 8 bytes; resumed preparations rely on it.
+    # Python's own hash() differs between processes; a resumed preparation needs hashes that do not.
     code = "from bottega.data.text.duplicates import *; print(hash_content('Hello  World'), minhash_signature('Hello  World wide')[:3])"
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert process.stdout.strip() == f"{hash_content('hello world')} {minhash_signature('hello world wide')[:3]}"
@@ -89,7 +89,7 @@ def test_similarity_estimate_is_within_three_standard_errors(fraction: float) ->
 
 def test_near_duplicates_are_detected_and_others_are_not() -> None:
     originals = [make_document(name) for name in range(60)]
-    # With 5 % of the words changed, 0.95^5 of the runs are left, which is a similarity of 0.63; with 2 %, of 0.83.
+    # With 5 % of the words changed, 0.95^5 of the shingles remain, which is a similarity of 0.63; with 1 %, of 0.91.
     signatures = compute_signatures(
         [*originals, *(change_words(words, 0.05, name) for name, words in enumerate(originals))]
     )

@@ -124,7 +124,7 @@ class Sequential(Order):
 
     def __post_init__(self) -> None:
         assert len(self.sizes) > 1, "a sequence needs several sources"
-        assert min(self.sizes) > 0, "no source is empty"
+        assert min(self.sizes) > 0, "every source needs at least one sample"
         assert 0 <= self.replay_fraction < 1, f"replay_fraction={self.replay_fraction}"
 
     @property

@@ -33,7 +33,7 @@ BatchEncoder = Callable[[list[str]], list[np.ndarray]]
 
 
 def load_fast_encoder(backend: tokenizers.Tokenizer) -> BatchEncoder | None:
-    """Return a function that encodes many texts exactly as `core` does; None if gigatoken is missing or differs."""
+    """Return a function that encodes many texts exactly as `backend` does; None if gigatoken is missing or differs."""
     if not isinstance(backend.model, models.BPE) or os.environ.get("BOTTEGA_FAST_BPE") == "0":
         return None
     try:

@@ -282,7 +282,7 @@ def _read_text_encoders(components: PipelineComponents) -> _TextEncoders:
 def _raise_mismatch(expected: str, components: PipelineComponents, width: int) -> None:
     names = " and ".join(path.name for path in components.encoders)
     raise UsageError(
-        f"{KEY}: {expected}, but {names} of the same pipeline gives {width}; use a complete copy of one pipeline"
+        f"{KEY}: {expected}, but the text encoders of this pipeline ({names}) have width {width}; use a complete copy of one pipeline"
     )
 
 

@@ -309,7 +309,7 @@ def _resolve_base_dimensions(recipe: LanguageRecipe, explicit: dict[str, Any], v
     assert base_folder is not None, "the recipe has model.from"
     shape = read_decoder_shape(base_folder)
     base = shape_to_recipe_keys(shape)
-    # transformer is also the default, so it may stand for any kind of the folder.
+    # transformer is the default and may not have been set explicitly, so any kind in the folder is accepted.
     kind = {"kind": recipe.model.kind} if recipe.model.kind != "transformer" else {}
     loss_weights = ("balance_weight", "z_weight") if shape.experts is not None else ()
     for key, value in sorted({**kind, **explicit}.items()):

@@ -92,7 +92,7 @@ def _find_period(similarity: np.ndarray, shortest: float, longest: float) -> int
 
 
 def _refine_period(similarity: np.ndarray, period: int) -> float:
-    """Return the period refined by its largest multiple that is still as high a peak, which divides the error.
+    """Return the period, measured at its furthest multiple that is still a high peak and divided by it, as is the error.
 
     Overtones that decay faster than the fundamental shift the first peak by up to 14 cents.
     """
@@ -114,7 +114,7 @@ def _interpolate_peak(similarity: np.ndarray, peak: int) -> float:
 
 
 def _cross_correlate(audio: np.ndarray, longest_lag: int, *, window: int) -> np.ndarray:
-    """Return the normalised cross-correlation (L,), -1 to 1, of loud frames with the audio that follows, at FINER lags per sample.
+    """Return the normalised cross-correlation (L,), -1 to 1, of loud frames with the audio that follows, at LAGS_PER_SAMPLE lags per sample.
 
     It is summed over frames before normalising, so that louder frames count more. It is 1 at a period even during a decay, which
     lowers and shifts a plain autocorrelation.

@@ -1,4 +1,4 @@
-"""Classification of number rows by experts that a router selects for each row."""
+"""Classification of rows of numbers by experts that a router selects for each row."""
 
 from __future__ import annotations
 
