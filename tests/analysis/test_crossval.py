@@ -15,13 +15,14 @@ import scipy.stats
 import bottega
 from bottega.analysis.compare import compare
 from bottega.analysis.crossval_folds import is_trained, plan_folds, resolve_splitting
-from bottega.analysis.crossval_jobs import FoldJob, plan_job_environments, train_folds
+from bottega.analysis.crossval_jobs import train_folds
 from bottega.analysis.crossval_table import format_report, pool_predictions, summarise_folds
 from bottega.config.load import to_yaml
 from bottega.core import checkpoint
 from bottega.core.errors import DataError, EnvironmentProblem, UsageError
 from bottega.core.rundir import Lock, RunDirectory
-from bottega.run.dependencies import DependencyFailed
+from bottega.run.dependencies import ChildProcessFailed
+from bottega.run.job_pool import Job, plan_job_environments
 from bottega.run.prepare import prepare_recipe
 from bottega.tasks.recipes import load_recipe
 from small_texts import make_rows as texts
@@ -327,18 +328,18 @@ def test_a_fold_is_trained_when_its_run_has_ended(tmp_path: Path, progress: dict
 def test_jobs_are_assigned_cpus_and_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(8))
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert plan_job_environments("cpu", 2, num_folds=5) == [{}, {}]  # variables of the user are not changed
+    assert plan_job_environments("cpu", 2, num_runs=5) == [{}, {}]  # variables of the user are not changed
     monkeypatch.delenv("OMP_NUM_THREADS")
-    assert plan_job_environments("cpu", 2, num_folds=5) == [{"OMP_NUM_THREADS": "4"}] * 2
-    assert len(plan_job_environments("cpu", 7, num_folds=5)) == 5
-    monkeypatch.setattr("bottega.analysis.crossval_jobs.JOB_MEMORY_BYTES", 1)
-    assert len(plan_job_environments("cpu", "auto", num_folds=9)) == 4
-    monkeypatch.setattr("bottega.analysis.crossval_jobs.JOB_MEMORY_BYTES", 1 << 60)
-    assert len(plan_job_environments("cpu", "auto", num_folds=9)) == 1
+    assert plan_job_environments("cpu", 2, num_runs=5) == [{"OMP_NUM_THREADS": "4"}] * 2
+    assert len(plan_job_environments("cpu", 7, num_runs=5)) == 5
+    monkeypatch.setattr("bottega.run.job_pool.JOB_MEMORY_BYTES", 1)
+    assert len(plan_job_environments("cpu", "auto", num_runs=9)) == 4
+    monkeypatch.setattr("bottega.run.job_pool.JOB_MEMORY_BYTES", 1 << 60)
+    assert len(plan_job_environments("cpu", "auto", num_runs=9)) == 1
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
-    assert [env["CUDA_VISIBLE_DEVICES"] for env in plan_job_environments("cuda", "auto", num_folds=9)] == ["4", "6"]
-    assert [env["CUDA_VISIBLE_DEVICES"] for env in plan_job_environments("auto", 3, num_folds=9)] == ["4", "6", "4"]
+    assert [env["CUDA_VISIBLE_DEVICES"] for env in plan_job_environments("cuda", "auto", num_runs=9)] == ["4", "6"]
+    assert [env["CUDA_VISIBLE_DEVICES"] for env in plan_job_environments("auto", 3, num_runs=9)] == ["4", "6", "4"]
 
 
 class FinishedJob:
@@ -346,18 +347,19 @@ class FinishedJob:
 
     code = 0
 
-    def __init__(self, job: FoldJob, environment: dict[str, str]) -> None:
+    def __init__(self, job: Job, environment: dict[str, str]) -> None:
         self.job, self.environment = job, environment
+        self.start_step, self.log_size = job.step, 0
 
-    def follow(self, log: Any, report_progress: Any) -> bool:
+    def has_ended(self) -> bool:
         return True
 
     def describe_error(self) -> str:
         return "no"
 
 
-def make_jobs(folder: Path, number: int) -> list[FoldJob]:
-    jobs = [FoldJob(RunDirectory(folder / f"fold-{n}"), folder / f"fold-{n}.yaml") for n in range(number)]
+def make_jobs(folder: Path, number: int) -> list[Job]:
+    jobs = [Job(RunDirectory(folder / f"fold-{n}"), folder / f"fold-{n}.yaml") for n in range(number)]
     for job in jobs:
         job.run.create()
     return jobs
@@ -383,7 +385,7 @@ def test_surviving_fold_processes_count_as_jobs(tmp_path: Path, monkeypatch: pyt
             ]
             locks[1].__exit__(None, None, None)
 
-    monkeypatch.setattr("bottega.analysis.crossval_jobs._Child", FinishedJob)
+    monkeypatch.setattr("bottega.run.job_pool.ChildRun", FinishedJob)
     monkeypatch.setattr("bottega.analysis.crossval_jobs.time.sleep", sleep)
     for lock in locks:
         lock.__enter__()
@@ -395,12 +397,12 @@ def test_messages_of_failed_and_resumed_folds(tmp_path: Path, monkeypatch: pytes
     class Failed(FinishedJob):
         code = 3
 
-    monkeypatch.setattr("bottega.analysis.crossval_jobs._Child", Failed)
+    monkeypatch.setattr("bottega.run.job_pool.ChildRun", Failed)
     jobs = make_jobs(tmp_path, 2)
     checkpoint.write(jobs[1].run.checkpoints, step=6, files={}, progress={"step": 6, "total": 8}, fingerprint={})
     messages: list[str] = []
     for trained, end in ((0, r"\(and 1 more\)$"), (1, r"\(and 1 more\); the other folds are saved$")):
-        with pytest.raises(DependencyFailed, match=end):
+        with pytest.raises(ChildProcessFailed, match=end):
             train_folds(jobs, [{}, {}], num_trained=trained, log=messages.append, report_progress=lambda *_: None)
     assert messages[:2] == ["fold-0: training", "fold-1: resumed at step 6"]
 

@@ -21,7 +21,7 @@ from bottega.analysis.crossval_folds import (
     prepare_fold,
     resolve_splitting,
 )
-from bottega.analysis.crossval_jobs import FoldJob, plan_job_environments, train_folds
+from bottega.analysis.crossval_jobs import train_folds
 from bottega.config.data import Splitting
 from bottega.config.load import to_yaml
 from bottega.config.recipe import Recipe
@@ -30,6 +30,7 @@ from bottega.core.errors import DataError, UsageError
 from bottega.core.rundir import RunDirectory
 from bottega.plots.figure import is_plot_warning, try_plot
 from bottega.run.checks import find_problems, raise_all
+from bottega.run.job_pool import Job, plan_job_environments
 from bottega.run.train import lock_directory, set_aside
 from bottega.tasks.recipes import load_recipe, parse_overrides
 from bottega.terminal import escape_controls, open_console
@@ -108,7 +109,7 @@ def cross_validate(
     raise_all(find_problems(recipe))
     split, notes = resolve_splitting(recipe, folds=folds, by=by, field=field)
     planned_folds = plan_folds(recipe, split, repeats=repeats, out=Path(out) if out is not None else None)
-    environments = plan_job_environments(recipe.device, jobs, num_folds=len(planned_folds))
+    environments = plan_job_environments(recipe.device, jobs, num_runs=len(planned_folds))
     root = RunDirectory(planned_folds[0].run.path.parent)
     if fresh and root.path.exists():
         set_aside(root.path, subject="folds are")
@@ -128,13 +129,13 @@ def cross_validate(
         if untrained_folds:
             with progress_bars(console) as bar:
                 check_metric_available(untrained_folds[0].recipe, bar)
-        new_jobs = [_write_fold_recipe(root, fold) for fold in untrained_folds]
-        num_trained = len(planned_folds) - len(new_jobs)
+        untrained_jobs = [_write_fold_recipe(root, fold) for fold in untrained_folds]
+        num_trained = len(planned_folds) - len(untrained_jobs)
         log(
-            f"{root.path}: {len(planned_folds)} folds, {_describe_progress(num_trained, new_jobs)}, {len(environments)} at a time"
+            f"{root.path}: {len(planned_folds)} folds, {_describe_progress(num_trained, untrained_jobs)}, {len(environments)} at a time"
         )
         with progress_bars(console, in_bytes=False) as bar:
-            train_folds(new_jobs, environments, num_trained=num_trained, log=log, report_progress=bar)
+            train_folds(untrained_jobs, environments, num_trained=num_trained, log=log, report_progress=bar)
         runs = [
             _evaluate_fold(fold, table, checkpoint, notes) for fold, table in zip(planned_folds, prepared, strict=True)
         ]
@@ -146,17 +147,17 @@ def cross_validate(
     return report
 
 
-def _describe_progress(num_trained: int, jobs: Sequence[FoldJob]) -> str:
+def _describe_progress(num_trained: int, jobs: Sequence[Job]) -> str:
     num_started = sum(job.step is not None for job in jobs)
     return f"{num_trained} already trained" + (f" and {num_started} started" if num_started else "")
 
 
-def _write_fold_recipe(root: RunDirectory, fold: Fold) -> FoldJob:
+def _write_fold_recipe(root: RunDirectory, fold: Fold) -> Job:
     """Write the recipe of a fold to a file that `bottega train` accepts, and return its job."""
     file = root.path / "recipes" / f"{fold.run.path.name}.yaml"
     file.parent.mkdir(exist_ok=True)
     root.write(file, to_yaml(fold.recipe))
-    return FoldJob(fold.run, file)
+    return Job(fold.run, file)
 
 
 def _evaluate_fold(fold: Fold, prepared: PreparedData | None, checkpoint: str, notes: list[str]) -> dict[str, Any]:

@@ -19,6 +19,9 @@ def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "bottega train RECIPE... [key=value | --key value]... [options]"
     parser.add_argument("--fresh", action="store_true", help="start over; the old run is renamed")
     parser.add_argument("--resume_from", "--resume-from", metavar="PATH", help="start from this checkpoint or run")
+    parser.add_argument(
+        "--until", type=int, metavar="STEP", help="pause after this step; the same command without it continues"
+    )
     parser.add_argument("--allow-data-change", action="store_true", help="resume even if the data has changed")
     parser.add_argument("--quiet", action="store_true", help="print errors only")
     add_keys_to_help(parser)
@@ -33,6 +36,7 @@ def _train(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
         resume_from=Path(arguments.resume_from) if arguments.resume_from else None,
         allow_data_change=arguments.allow_data_change,
         quiet=arguments.quiet,
+        until=arguments.until,
     )
     if not arguments.quiet and World.from_environment().is_main:
         _print_predict_example(Path(result["run"]))

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from bottega.config import accelerate, bundled_recipes
+from bottega.config import accelerate, bundled_recipes, technique_options
 from bottega.config.aliases import UnitlessCadence, apply_aliases, resolve_alias
 from bottega.config.credentials import find_ambiguous_address, strip_credentials_in_text
 from bottega.config.error_messages import describe_validation_error, format_value, locate_key
@@ -145,7 +145,9 @@ def _merge_sources(
     for layer in layers:
         for adapt in adapters:
             merged.notes += adapt(merged.entries, layer.entries)
+        options = technique_options.pop_options(layer.entries)
         merged.entries = merge_layers(merged.entries, layer.entries)
+        merged.problems += technique_options.set_options(merged.entries, options)
         merged.lines.update(layer.lines)
         merged.problems += layer.problems
         merged.notes += layer.notes

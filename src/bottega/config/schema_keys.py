@@ -10,6 +10,7 @@ from pydantic.fields import FieldInfo
 
 from bottega.config.aliases import ALIASES, resolve_alias
 from bottega.config.section import Section
+from bottega.config.technique_options import is_option_key, list_option_keys
 from bottega.similar_names import find_similar_names
 
 
@@ -69,13 +70,18 @@ def suggest_key(key: str, schema: type[Section]) -> str | None:
 
 
 def is_flag(key: str, schemas: Iterable[type[Section]]) -> bool:
-    """Return whether any of the schemas has this key, or an alias of that name exists."""
-    return key in ALIASES or any(has_key(next(iter(resolve_alias(key, 0))), schema) for schema in schemas)
+    """Return whether any of the schemas has this key, an alias of that name exists, or it is an option of a technique."""
+    return (
+        key in ALIASES
+        or is_option_key(key)
+        or any(has_key(next(iter(resolve_alias(key, 0))), schema) for schema in schemas)
+    )
 
 
 def suggest_flag(key: str, schemas: Iterable[type[Section]]) -> str | None:
     """Return the flag that was probably meant by `key`, over all schemas and aliases."""
     flags = {other for schema in schemas for other in collect_schema_keys(schema) if "*" not in other} | set(ALIASES)
+    flags |= set(list_option_keys())
     similar = find_similar_names(key, sorted(flags))
     return similar[0] if similar else None
 

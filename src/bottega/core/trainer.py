@@ -75,6 +75,8 @@ class Trainer:
     saver: Saver | None = None
     callbacks: Sequence[Callback] = ()
     recover: Callable[[Progress, int], int] | None = None
+    pause_at: int | None = None
+    """Step after which to save and return, although the run is not finished."""
     signals: StopSignals = field(default_factory=StopSignals)
 
     def run(self) -> Progress:
@@ -113,7 +115,8 @@ class Trainer:
             self._notify("after_sample", self.sample(p))  # the previous process ended between checkpoint and sample
         stream = self.batches(p.step)
         metrics: dict[str, Any] = {}
-        while p.step < p.total and p.stop is None:
+        end = p.total if self.pause_at is None else min(p.total, self.pause_at)
+        while p.step < end and p.stop is None:
             wait_start = time.perf_counter()
             try:
                 batch = next(stream, None)
@@ -133,7 +136,7 @@ class Trainer:
             if self.saver:
                 self.saver.poll()
             is_stopping = self._is_stop_requested()
-            is_last = p.step >= p.total
+            is_last = p.step >= end
             is_evaluation_due = self._is_evaluation_due()
             is_save_due = self._is_due(every.save, p.step) or is_last or is_stopping or self._is_save_time()
             is_sample_due = self._is_sample_due()

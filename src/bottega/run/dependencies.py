@@ -88,8 +88,8 @@ def _find_last_modified(run: Path) -> float:
     return max(times)
 
 
-class DependencyFailed(BottegaError):
-    """The process that trains a dependency failed; its exit code is passed on."""
+class ChildProcessFailed(BottegaError):
+    """A process that trains a dependency or a fold failed; its exit code is passed on."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -106,7 +106,7 @@ def train_in_subprocess(recipe: Recipe, run: Path, *, name: str, quiet: bool, al
     for words in ([*train, "--allow-data-change"] if allow_data_change else train, ["export", str(run)]):
         code = _run_outside_group(words, quiet=quiet)
         if code:
-            raise DependencyFailed(f"needs.{name}: bottega {words[0]} of {run} failed with exit code {code}", code)
+            raise ChildProcessFailed(f"needs.{name}: bottega {words[0]} of {run} failed with exit code {code}", code)
 
 
 def _run_outside_group(words: list[str], *, quiet: bool) -> int:

@@ -74,9 +74,12 @@ class Session:
         fresh: bool,
         resume_from: Path | None,
         allow_data_change: bool,
+        until: int | None = None,
     ) -> None:
+        """`until` is a step to pause at: the run is saved and evaluated there, and a later session continues it."""
         self.recipe, self.directory = recipe, directory
         self.fresh, self.resume_from, self.allow_data_change = fresh, resume_from, allow_data_change
+        self.until = until
         self.workload: Workload
         is_main = World.from_environment().is_main
         level = recipe.logging.level
@@ -178,11 +181,14 @@ class Session:
             warn=console.warn,
         )
         saver.resumed_from = resumed_from
+        cadences = resolve_cadences(recipe, total, loader, has_validation=validation is not None)
+        if self.until is not None:
+            cadences = replace(cadences, evaluate_at=cadences.evaluate_at | {self.until})
         trainer = Trainer(
             engine=engine,
             batches=loader,
             progress=progress,
-            cadences=resolve_cadences(recipe, total, loader, has_validation=validation is not None),
+            cadences=cadences,
             best_metric=BestMetric(recipe.evaluation.metric, recipe.evaluation.is_maximised),
             validation=make_validation_batches(recipe, validation, loader) if validation is not None else None,
             score=plan.task.score,
@@ -192,9 +198,13 @@ class Session:
             saver=saver,
             callbacks=callbacks,
             recover=self._build_recovery(engine, loader, saver),
+            pause_at=self.until,
         )
         start = time.monotonic()
         trainer.run()
+        if self.until is not None and progress.step < total and progress.stop is None:
+            console.info(f"{directory.path}: paused at step {progress.step} of {total}; without --until it continues")
+            return Run(directory.path, progress.step, last_metrics.metrics or _read_last_metrics(directory))
         if plan.on_train_end is not None and engine.rank == 0:
             plan.on_train_end(directory, console)
         self._report_end(progress, time.monotonic() - start, is_held_out=validation is not None)

@@ -67,9 +67,17 @@ def load(path: str | Path, *, checkpoint: str | int = "best", device: str = "aut
 
 
 def train_command(
-    words: list[str], *, fresh: bool, resume_from: Path | None, allow_data_change: bool, quiet: bool
+    words: list[str],
+    *,
+    fresh: bool,
+    resume_from: Path | None,
+    allow_data_change: bool,
+    quiet: bool,
+    until: int | None = None,
 ) -> dict[str, Any]:
     """Run `bottega train`; return the result that --json prints."""
+    if until is not None and until < 1:
+        raise UsageError(f"--until {until}: expected a step, 1 or more")
     sources, overrides = parse_words(words)
     if not sources:
         raise UsageError("no recipe given; run bottega train RECIPE, such as bottega train language")
@@ -79,6 +87,7 @@ def train_command(
         fresh=fresh,
         resume_from=resume_from,
         allow_data_change=allow_data_change,
+        until=until,
     )
     return {"run": str(run.path), "step": run.step, "metrics": run.metrics}
 
@@ -100,6 +109,7 @@ def _train_rank(
     fresh: bool = False,
     resume_from: Path | None = None,
     allow_data_change: bool = False,
+    until: int | None = None,
 ) -> Run:
     recipe = resolved.recipe
     raise_all(find_problems(recipe))  # before waiting for other processes or training a dependency
@@ -118,6 +128,7 @@ def _train_rank(
             fresh=fresh,
             resume_from=resume_from,
             allow_data_change=allow_data_change,
+            until=until,
         )
 
     if not is_main:
