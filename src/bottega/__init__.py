@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from bottega.run.prepare import prepare
     from bottega.run.train import load, train
     from bottega.tasks.plugins import load_plugin
+    from bottega.tune.command import tune
 
 __version__ = "0.1.0"
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "prepare",
     "runs",
     "train",
+    "tune",
 ]
 
 _MODULES = {
@@ -45,6 +47,7 @@ _MODULES = {
     "prepare": "run.prepare",
     "runs": "analysis.library",
     "train": "run.train",
+    "tune": "tune.command",
 }
 """Function -> the module that defines it."""
 

@@ -1,4 +1,4 @@
-"""The verbs that analyse runs: runs, lr-find, inspect, ledger, crossval, compare, verify-resume, doctor."""
+"""The verbs that analyse runs: runs, lr-find, inspect, ledger, crossval, tune, compare, verify-resume, doctor."""
 
 from __future__ import annotations
 
@@ -143,6 +143,78 @@ def _cross_validate(arguments: argparse.Namespace, rest: list[str]) -> dict[str,
     return report
 
 
+def _add_tune_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "bottega tune RECIPE... --space KEY=VALUES... [key=value | --key value]... [options]"
+    parser.add_argument(
+        "--space",
+        action="append",
+        default=[],
+        metavar="KEY=VALUES",
+        help="a key to search: log(a,b), uniform(a,b), int(a,b), int_log(a,b) or [a,b,c]; add ' if KEY=VALUE' to make it "
+        "conditional; may be repeated (default: tune.space of the recipe)",
+    )
+    parser.add_argument("--trials", type=int, help="number of trials of the study (default: 20; a grid: all points)")
+    parser.add_argument("--jobs", type=_parse_number, help="trials at a time (default: auto, as many as fit on the machine)")
+    parser.add_argument(
+        "--timeout", metavar="TIME", help='time limit, such as 30min or "2 h"; the same command continues'
+    )
+    parser.add_argument(
+        "--metric", help="metric to optimise (default: evaluation.metric); accuracy,-parameters asks for a trade-off"
+    )
+    parser.add_argument("--method", help="tpe, random, grid, gp, cmaes or pbt (default: tpe)")
+    parser.add_argument("--pruner", help="end bad trials early: none, median, hyperband or asha (default: none)")
+    parser.add_argument("--study", metavar="NAME", help="name of the study (default: the recipe's name and a hash)")
+    parser.add_argument(
+        "--storage",
+        metavar="URL",
+        help="database for several machines, such as postgresql://user@host/db (default: a file)",
+    )
+    parser.add_argument(
+        "--confirm",
+        type=int,
+        default=0,
+        metavar="N",
+        help="train the best again with N seeds, and compare (default: 0)",
+    )
+    parser.add_argument("--then-train", action="store_true", help="train the best recipe at the end")
+    parser.add_argument("--out", metavar="DIR", help="folder of the study (default: studies/NAME)")
+    parser.add_argument("--fresh", action="store_true", help="start over; the old study is renamed")
+    parser.add_argument("--quiet", action="store_true", help="print errors and the result only")
+
+
+def _parse_number(text: str) -> int | str:
+    return int(text) if text.lstrip("-").isdigit() else text
+
+
+def _tune(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+    from bottega.tune.command import tune_command
+    from bottega.tune.report import format_report
+    from bottega.tune.space import parse_space_words
+
+    names = ("trials", "jobs", "timeout", "metric", "method", "pruner")
+    report = tune_command(
+        rest,
+        flags={name: getattr(arguments, name) for name in names},
+        space=parse_space_words(arguments.space) or None,
+        study=arguments.study,
+        storage=arguments.storage,
+        confirm=arguments.confirm,
+        out=Path(arguments.out) if arguments.out else None,
+        fresh=arguments.fresh,
+        quiet=arguments.quiet,
+    )
+    if not arguments.json:
+        print_result(format_report(report))
+    if arguments.then_train and "recipe" in report["files"]:
+        from bottega.run.train import train_command
+
+        options: dict[str, Any] = {"fresh": False, "resume_from": None, "allow_data_change": False}
+        report["trained"] = train_command(
+            [report["files"]["recipe"]], **options, quiet=arguments.quiet or arguments.json
+        )
+    return report
+
+
 def _add_lr_find_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "bottega lr-find RECIPE-or-RUN [key=value]... [options]"
     parser.add_argument("run_or_recipe", metavar="RECIPE-or-RUN", help="a recipe, or a run directory to start from")
@@ -194,6 +266,7 @@ VERBS = {
     "inspect": Verb("show the module tree with parameters and gradients", _add_inspect_arguments, _inspect),
     "ledger": Verb("list the samples of a step, or replay its batch", _add_ledger_arguments, _show_ledger),
     "crossval": Verb("cross-validate a recipe: mean and interval over folds", _add_crossval_arguments, _cross_validate),
+    "tune": Verb("search better values of recipe keys", _add_tune_arguments, _tune),
     "compare": Verb("test whether groups of runs differ", _add_compare_arguments, _compare),
     "verify-resume": Verb("kill and resume a run, and compare bit for bit", _add_verify_arguments, _verify_resume),
     "doctor": Verb("show versions, devices and missing packages", add_no_arguments, _run_doctor),

@@ -16,6 +16,7 @@ from bottega.config.metrics import MonitoredMetric
 from bottega.config.section import Device, Dropout, Level, RunName, Section, Whole
 from bottega.config.techniques import Technique
 from bottega.config.training import Training
+from bottega.config.tune import Tune
 from bottega.config.units import Interval, StepCadence, StepOrTimeCadence
 
 
@@ -147,6 +148,7 @@ class Recipe(Section):
         default_factory=CheckpointOptions, description="when checkpoints are saved and how many are kept"
     )
     logging: Logging = Field(default_factory=Logging, description="where and how often metrics are logged")
+    tune: Tune | None = Field(None, description="search for better values of some keys; see `bottega tune`")
 
     def find_missing_keys(self) -> list[tuple[str, str]]:
         """Return (key, message) of every required setting that is missing or not usable."""
@@ -215,6 +217,7 @@ RESULT_NEUTRAL_KEYS = (
     "samples",
     "checkpoint",
     "logging",
+    "tune",
     "data.latents",
     "data.workers",
     "data.prefetch",

@@ -250,6 +250,8 @@ class Session:
         directory.truncate_metrics(progress)
         directory.write(directory.recipe, to_yaml(self.recipe))
         metadata = environment.describe_environment(str(engine.device), engine.world_size)
+        infos = engine.parameters().values()
+        metadata |= {"steps": progress.total, "parameters": sum(info.size for info in infos)}
         if (base_folder := find_local_base_folder(self._resolved_recipe)) is not None:
             metadata[BASE_FOLDER] = base_folder
         if (

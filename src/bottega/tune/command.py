@@ -1,0 +1,187 @@
+"""`bottega tune` and `bottega.tune`: search the keys of a recipe, then write the best recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from bottega.callbacks.progress_bars import progress_bars
+from bottega.config.load import RecipeSource
+from bottega.core.errors import BottegaError, EnvironmentProblem, Interrupted, UsageError
+from bottega.core.rundir import RunDirectory
+from bottega.run.job_pool import plan_job_environments
+from bottega.run.train import set_aside
+from bottega.tasks.recipes import parse_overrides
+from bottega.terminal import open_console
+from bottega.world import is_launched
+
+
+class StudyFailed(BottegaError):
+    """Every trial of a study failed."""
+
+    code = 1
+
+
+def tune(
+    recipe: RecipeSource | Sequence[RecipeSource],
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    space: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+    trials: int | None = None,
+    metric: str | None = None,
+    method: str | None = None,
+    pruner: str | None = None,
+    jobs: int | str | None = None,
+    timeout: str | float | None = None,
+    study: str | None = None,
+    storage: str | None = None,
+    confirm: int = 0,
+    out: str | Path | None = None,
+    fresh: bool = False,
+    quiet: bool = True,
+) -> dict[str, Any]:
+    """`bottega.tune`: search the keys of a recipe, and return the content of study.json.
+
+    `space` maps keys to `"log(1e-5, 1e-2)"`, a list of values, or a tuple such as `(1e-5, 0.1, "log_uniform")`; several spaces are
+    joined. `timeout` is in seconds, or text such as "30 min". The same call continues where an earlier one stopped.
+    """
+    from bottega.run.saved import strip_flag_dashes
+
+    sources = [recipe] if isinstance(recipe, str | Path | Mapping) else list(recipe)
+    flags = {
+        "trials": trials,
+        "metric": metric,
+        "method": method,
+        "pruner": pruner,
+        "jobs": jobs,
+        "timeout": f"{timeout:g} s" if isinstance(timeout, int | float) else timeout,
+    }
+    try:
+        return run_study(
+            [*sources, overrides or {}],
+            [],
+            flags=flags,
+            space=space,
+            study=study,
+            storage=storage,
+            confirm=confirm,
+            out=Path(out) if out is not None else None,
+            fresh=fresh,
+            quiet=quiet,
+        )
+    except UsageError as error:
+        raise strip_flag_dashes(error) from None
+
+
+def tune_command(words: list[str], **options: Any) -> dict[str, Any]:
+    """Run `bottega tune` with the recipe and overrides of the command line."""
+    sources, overrides = parse_overrides(words)
+    if not sources:
+        raise UsageError(
+            "no recipe given; run bottega tune RECIPE, such as bottega tune classify/cnn "
+            "--space 'training.learning_rate=log(1e-5,1e-2)'"
+        )
+    return run_study(sources, overrides, **options)
+
+
+def run_study(
+    sources: Sequence[RecipeSource],
+    overrides: Sequence[tuple[str, str, str]],
+    *,
+    flags: Mapping[str, Any],
+    space: Any,
+    study: str | None,
+    storage: str | None,
+    confirm: int,
+    out: Path | None,
+    fresh: bool,
+    quiet: bool,
+) -> dict[str, Any]:
+    """Plan a study, search, and write its report; return the content of study.json."""
+    try:
+        import optuna  # noqa: F401
+    except ImportError:
+        raise EnvironmentProblem("tune needs optuna; pip install 'bottega[tune]'") from None
+    from bottega.tune.plan import check_metrics_available, plan_study
+
+    if is_launched():
+        raise UsageError("tune starts processes of its own; start it without torchrun")
+    if confirm < 0 or confirm == 1:
+        raise UsageError(f"--confirm {confirm}: expected 2 or more seeds, or 0")
+    plan = plan_study(sources, overrides, flags=flags, space=space, study=study, storage=storage, out=out)
+    environments = plan_job_environments(
+        plan.recipe.device,
+        plan.options.jobs,
+        num_runs=plan.options.population if plan.options.method == "pbt" else plan.num_trials,
+        num_processes=plan.recipe.distributed.processes or 1,
+        strict=True,
+    )
+    console = open_console(quiet=quiet)
+    if fresh and plan.folder.exists():
+        set_aside(plan.folder, subject="trials are")
+    folder = RunDirectory(plan.folder)
+    created = [path for path in (folder.path, *folder.path.parents) if not path.exists()]
+    try:
+        with progress_bars(console) as bar:
+            check_metrics_available(plan, bar)
+        folder.path.mkdir(parents=True, exist_ok=True)
+        if plan.options.method == "pbt":
+            from bottega.tune.population import run_population
+
+            return run_population(plan, environments, console)
+        return _search(plan, environments, console, confirm=confirm, fresh=fresh)
+    except (UsageError, EnvironmentProblem):
+        folder.remove_if_unused(created)
+        raise
+
+
+def _search(
+    plan: Any, environments: list[dict[str, str]], console: Any, *, confirm: int, fresh: bool
+) -> dict[str, Any]:
+    from bottega.tune.confirm import confirm_best
+    from bottega.tune.display import show_search
+    from bottega.tune.report import build_report, write_report, write_study_json
+    from bottega.tune.search import Search
+    from bottega.tune.study import Study, delete_study, open_storage
+
+    storage = open_storage(plan.storage, plan.folder)
+    if fresh and plan.storage is not None:
+        delete_study(storage, plan.name)
+    study = Study(
+        storage,
+        plan.name,
+        dimensions=plan.dimensions,
+        base=plan.base,
+        objectives=plan.objectives,
+        method=plan.options.method,
+        pruner=plan.options.pruner,
+        seed=plan.options.seed,
+        grid=plan.grid,
+        first_evaluation=plan.first_evaluation,
+        identity=plan.identity,
+    )
+    with ExitStack() as stack:
+        log, show = stack.enter_context(show_search(plan, console))
+        finished = sum(trial.is_finished for trial in study.list_trials())
+        limit = f"{plan.num_trials}" if plan.num_trials < 10**9 else "any number of"
+        log(f"{plan.folder}: {limit} trials, {finished} already finished, {len(environments)} at a time")
+        if plan.options.pruner != "none" and plan.first_evaluation > 500:
+            log(
+                "evaluation.every: trials are evaluated at most once before their end, so none can be pruned; set it to 10%"
+            )
+        stop = Search(plan, study, environments, log=log, show=show).run()
+    report = build_report(plan, study)
+    write_report(plan, report)
+    if stop.received is not None:
+        raise Interrupted(
+            f"stopped by {stop.received.name}; trials that ran have saved a checkpoint, and the same command continues the study",
+            stop.exit_code,
+        )
+    if report["trials"] and report["counts"]["failed"] == len(report["trials"]):
+        raise StudyFailed(f"every trial of {plan.folder} failed; the first: {report['trials'][0]['reason']}")
+    if confirm and report["best"] is not None:
+        confirm_best(plan, report, environments, console, num_seeds=confirm)
+        write_study_json(RunDirectory(plan.folder), report)
+    return report

@@ -1,0 +1,80 @@
+"""Train the best trial, the second best and the unchanged recipe with further seeds, and compare them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bottega.analysis.compare import compare
+from bottega.analysis.crossval_jobs import train_folds
+from bottega.callbacks.progress_bars import progress_bars
+from bottega.config.load import to_yaml
+from bottega.core.errors import UsageError
+from bottega.core.rundir import RunDirectory
+from bottega.run.job_pool import Job
+from bottega.terminal import escape_controls
+from bottega.tune.plan import StudyPlan
+from bottega.tune.trial_run import TrialRun
+
+
+def confirm_best(
+    plan: StudyPlan, report: dict[str, Any], environments: list[dict[str, str]], console: Any, *, num_seeds: int
+) -> None:
+    """Train each configuration with `num_seeds` seeds; add `confirmation`, the report of compare, to the report.
+
+    The seeds differ from the one that the trials had, because the best trial was chosen for its luck with that seed, too.
+    """
+
+    def log(text: str) -> None:
+        console.print(escape_controls(text), soft_wrap=True, markup=False)
+
+    sign = -1 if plan.objectives[0].mode == "max" else 1
+    ranked = sorted(
+        (trial for trial in report["trials"] if trial["values"] is not None),
+        key=lambda trial: (sign * trial["values"][0], trial["number"]),
+    )
+    second = next((trial for trial in ranked if trial["keys"] != report["best"]["keys"]), None)
+    configurations = {"best": report["best"]["keys"], "base": {}}
+    if second is not None:
+        configurations["second"] = second["keys"]
+    seeds = [plan.recipe.seed + 1 + number for number in range(num_seeds)]
+    jobs: list[Job] = []
+    groups: dict[str, list[str]] = {}
+    for label, keys in configurations.items():
+        for seed in seeds:
+            name = f"{label}-s{seed}"
+            try:
+                recipe = plan.build_trial_recipe(keys, name=name, seed=seed, output_dir=str(plan.folder / "confirm"))
+            except UsageError:
+                if label != "base":
+                    raise
+                break  # the recipe is not complete without the searched keys
+            file = plan.folder / "recipes" / f"confirm-{name}.yaml"
+            run = RunDirectory(plan.folder / "confirm" / name)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            run.write(file, to_yaml(recipe))
+            job = Job(run, file, num_processes=recipe.distributed.processes or 1)
+            groups.setdefault(label, []).append(str(run.path))
+            if not TrialRun(0, {}, recipe, job).is_finished():
+                jobs.append(job)
+    log(f"training {', '.join(groups)} with seeds {', '.join(map(str, seeds))}: {len(jobs)} runs")
+    with progress_bars(console, in_bytes=False) as bar:
+        train_folds(jobs, environments, log=log, report_progress=bar)
+    names = [label for label in ("base", "second", "best") if label in groups]
+    comparison = compare([",".join(groups[label]) for label in names], metric=plan.objectives[0].name)
+    for group, label in zip(comparison["groups"], names, strict=True):
+        group["name"] = label
+    report["confirmation"] = comparison
+    report["summary"] = _describe(comparison, names)
+
+
+def _describe(comparison: dict[str, Any], names: list[str]) -> str:
+    means = ", ".join(f"{group['name']} {group['mean']:.4f}" for group in comparison["groups"])
+    n = comparison["groups"][0]["n"]
+    verdicts = []
+    for pair in comparison["pairs"]:
+        first, second = names[ord(pair["a"]) - ord("A")], names[ord(pair["b"]) - ord("A")]
+        p = pair["p_adjusted"]
+        verdicts.append(
+            f"{second} against {first}: {pair['difference']:+.4f}, p {'unknown' if p is None else f'{p:.3g}'}"
+        )
+    return f"with {n} new seeds each, {comparison['metric']}: {means}; {'; '.join(verdicts)}"
