@@ -143,7 +143,7 @@ BAD_ROWS = [
     ("one,two,three", "has 3 columns; expected 2"),
     (
         '"one"x,two',
-        'text follows a closing quotation mark; double quotation marks within a cell ("")',
+        'text follows a closing quotation mark; write a quotation mark within a cell twice ("")',
     ),
     ('"one,two', "a quotation mark is never closed"),
     ("a\rb,c", "has a carriage return within a cell; put such cells in quotation marks"),
