@@ -15,7 +15,7 @@ import small_texts
 from bottega import cli
 from bottega.core.errors import BottegaError, DataError, UsageError
 
-PARTS = {"data.validation.split": 0.25, "data.test": {"split": 0.125}, "data.split": {"by": "fraction"}}
+SPLITS = {"data.validation.split": 0.25, "data.test": {"split": 0.125}, "data.split": {"by": "fraction"}}
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("measured")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        settings = small_texts.settings(folder, **PARTS)
+        settings = small_texts.settings(folder, **SPLITS)
         bottega.train("classify", {**settings, "data.train.path": "texts.jsonl", "output_dir": "runs", "name": "run"})
     return folder
 
@@ -113,7 +113,7 @@ def test_report_names_split_samples_and_checkpoint(
     first = capsys.readouterr().out.splitlines()[0]
     written = json.loads((tmp_path / "metrics.json").read_text())
     best = Path(written["checkpoint"]).name
-    assert first == f"measured the test part, 12 samples, by checkpoint {best}"
+    assert first == f"measured on the test split: 12 samples, checkpoint {best}"
     assert (written["split"], written["samples"], written["data"]) == ("test", 12, None)
     assert best == (folder / "runs" / "run" / "checkpoints" / "best").resolve().name
 
@@ -171,7 +171,7 @@ def test_unknown_training_data_is_reported(folder: Path, tmp_path: Path) -> None
 
 
 def test_prepared_training_data_is_evaluated_on_its_held_out_split(folder: Path, tmp_path: Path) -> None:
-    settings = {**small_texts.settings(tmp_path), **PARTS, "data.train.path": str(folder / "texts.jsonl")}
+    settings = {**small_texts.settings(tmp_path), **SPLITS, "data.train.path": str(folder / "texts.jsonl")}
     overrides = [f"{key}={json.dumps(value)}" for key, value in settings.items() if key.startswith("data.")]
     assert cli.main(["prepare", "classify", *overrides, "--out", str(tmp_path / "shards")]) == 0
     result = bottega.evaluate(folder / "runs" / "run", data=tmp_path / "shards")

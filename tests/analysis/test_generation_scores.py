@@ -119,9 +119,9 @@ def test_judge_classifies_in_chunks(run: Path, monkeypatch: pytest.MonkeyPatch) 
     sizes: list[int] = []
     normalise = judge_model.normalise_pixels
 
-    def record_size(part: np.ndarray, **how: Any) -> np.ndarray:
-        sizes.append(len(part))
-        return normalise(part, **how)
+    def record_size(chunk: np.ndarray, **options: Any) -> np.ndarray:
+        sizes.append(len(chunk))
+        return normalise(chunk, **options)
 
     monkeypatch.setattr(judge_model, "normalise_pixels", record_size)
     monkeypatch.setattr(judge_model, "CHUNK_SIZE", 10)
@@ -169,11 +169,11 @@ def test_real_samples_are_those_of_the_loss(tmp_path: Path, condition: str) -> N
 
 
 SMALL = {"training.max_steps": 1, "model.hidden_size": 16, "model.num_layers": 1}
-FEW = {"judge": {"recipe": "classify/image", "settings": {"training.max_steps": 2, "model.hidden_size": 8}}}
+SMALL_JUDGE = {"judge": {"recipe": "classify/image", "settings": {"training.max_steps": 2, "model.hidden_size": 8}}}
 
 
 def test_judge_of_few_samples_uses_smaller_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = small_media.train(tmp_path, **SMALL, needs=FEW).path
+    path = small_media.train(tmp_path, **SMALL, needs=SMALL_JUDGE).path
     first = bottega.evaluate(path, count=4, quiet=False)
     assert "training.batch_size is lowered from 64 to 16" in capsys.readouterr().err
     [judge] = (tmp_path / "parts").iterdir()
@@ -194,7 +194,9 @@ def write_one_class(folder: Path) -> Path:
 
 
 def test_single_class_has_no_judged_scores(tmp_path: Path) -> None:
-    path = small_media.train(tmp_path, **SMALL, needs=FEW, **{"data.train.path": str(write_one_class(tmp_path))}).path
+    path = small_media.train(
+        tmp_path, **SMALL, needs=SMALL_JUDGE, **{"data.train.path": str(write_one_class(tmp_path))}
+    ).path
     result = bottega.evaluate(path, count=4)
     assert set(result["real"]) == {"variance_ratio", "nearest_ratio"}
     [note] = result["notes"]
@@ -206,7 +208,7 @@ def test_single_class_has_no_judged_scores(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_judged", [False, True])
 @pytest.mark.parametrize("is_gone", [False, True])
 def test_other_data_can_be_evaluated_after_the_own_data_changed(tmp_path: Path, is_judged: bool, is_gone: bool) -> None:
-    path = small_media.train(tmp_path, **SMALL, needs=FEW).path
+    path = small_media.train(tmp_path, **SMALL, needs=SMALL_JUDGE).path
     if is_judged:
         bottega.evaluate(path, count=4)
     own = small_media.write_images(tmp_path)

@@ -154,9 +154,9 @@ def to_overrides(values: dict[str, Any]) -> list[str]:
     return [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in values.items()]
 
 
-def run_lr_find(what: str, overrides: list[str], out: Path, **options: Any) -> dict[str, Any]:
+def run_lr_find(run_or_recipe: str, overrides: list[str], out: Path, **options: Any) -> dict[str, Any]:
     return lr_find_command(
-        what,
+        run_or_recipe,
         overrides,
         out=out,
         quiet=True,

@@ -214,7 +214,8 @@ def test_each_arm_uses_exactly_its_conditions(
     assert means["none"]["preference_accuracy"] < 0.4
     assert means["shuffled"]["preference_accuracy"] == 0  # the other user never prefers the same pair
     assert all(values["wish_accuracy"] == 1 for values in means.values())
-    assert means["both"]["preference_accuracy"] == means["both"]["clip_preference"].__gt__(0.7) == 1
+    assert means["both"]["preference_accuracy"] == 1
+    assert means["both"]["clip_preference"] > 0.7
     assert result["chance"]["preference_accuracy"] == pytest.approx(1 / 12)
     assert result["chance"]["wish_accuracy"] == pytest.approx(1 / 3)
     assert result["keywords"] == {"learnt": {"preference": 1.0, "colour": 1.0, "pattern": 1.0}}
@@ -235,8 +236,8 @@ def test_all_arms_use_the_same_users_in_the_same_order(generator: FakeGenerator,
     """Image n starts from noise n, so a different order would mean different noise."""
     generator.calls.clear()
     generator.evaluate(tmp_path, clip_scorer=Oracle(), count=9)
-    users = [who for _, who, _ in generator.calls]
-    assert all(who == users[0] for who in users)
+    users_by_call = [users for _, users, _ in generator.calls]
+    assert all(users == users_by_call[0] for users in users_by_call)
     assert [arm for arm, _, _ in generator.calls] == ["none", "keywords", "soft", "both", "picked", "both"]
     own, others = generator.calls[3][2], generator.calls[5][2]
     assert all(mine != theirs for mine, theirs in zip(own, others, strict=True))
@@ -391,8 +392,8 @@ def test_table_has_all_arms_and_the_tests(evaluation_result: tuple[Path, dict[st
 def test_swapped_histories_never_share_a_preference(groups: list[int], seed: int) -> None:
     preferences = [(str(kind), "x") for kind in groups]
     swapped = swap_histories(preferences, seed=seed)
-    most = max(Counter(groups).values(), default=0)
-    assert (swapped is None) == (not groups or 2 * most > len(groups))
+    largest_group = max(Counter(groups).values(), default=0)
+    assert (swapped is None) == (not groups or 2 * largest_group > len(groups))
     if swapped is not None:
         assert sorted(swapped) == list(range(len(groups)))
         assert all(preferences[index] != preferences[other] for index, other in enumerate(swapped))
@@ -564,10 +565,10 @@ def test_history_similarity_uses_liked_items_with_images() -> None:
     )
 
 
-def make_rows(right_of: dict[str, Sequence[float]], measure: str = "preference_accuracy") -> list[dict[str, Any]]:
+def make_rows(values_by_arm: dict[str, Sequence[float]], measure: str = "preference_accuracy") -> list[dict[str, Any]]:
     return [
         {"user": f"p{number}", "arm": arm, measure: value, "wish": "a", "target": "t"}
-        for arm, values in right_of.items()
+        for arm, values in values_by_arm.items()
         for number, value in enumerate(values)
     ]
 
@@ -836,8 +837,7 @@ def test_arms_differ_only_in_their_conditions(run: Path) -> None:
 
 
 @pytest.mark.slow
-def test_keywords_come_from_the_weights(run: Path, tmp_path: Path) -> None:
-    """A randomly initialised model of the same shape, prompted as the run prompts its own."""
+def test_random_model_depends_on_its_seed_and_is_prompted_like_the_runs_own(run: Path, tmp_path: Path) -> None:
     import bottega
     from bottega.analysis.personalize_random_keywords import (
         generate_keywords,

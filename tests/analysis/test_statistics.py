@@ -108,11 +108,11 @@ def test_correction_is_needed_for_overlapping_folds() -> None:
         labels = rng.integers(0, 2, 60)
         features = rng.normal(size=(2, 60)) + labels
         scores = np.empty((2, 15))
-        for part in range(15):
+        for split in range(15):
             test, train = np.split(rng.permutation(60), [12])
             for learner, x in enumerate(features):
                 nearest = train[np.abs(x[test][:, None] - x[train]).argmin(1)]
-                scores[learner, part] = (labels[nearest] == labels[test]).mean()
+                scores[learner, split] = (labels[nearest] == labels[test]).mean()
         plain += st.paired_t_test(*scores).p < 0.05
         corrected += st.corrected_resampled_t_test(*scores, test_train_ratio=12 / 48).p < 0.05
     assert plain > 0.3 * 400

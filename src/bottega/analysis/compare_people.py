@@ -87,10 +87,10 @@ def compare_by_people(names: Sequence[str], *, metric: str | None, split: str | 
     _check_same_people(evaluations)
     metric = _choose_metric(evaluations, metric)
     values = [average_by_user(evaluation.rows, evaluation.arm, metric) for evaluation in evaluations]
-    users = [user for user in values[0] if all(user in others for others in values)]
+    users = [user for user in values[0] if all(user in by_user for by_user in values)]
     if len(users) < MIN_PEOPLE:
         raise UsageError(
-            f"only {len(users)} users have {metric} in all evaluations; fewer than {MIN_PEOPLE} cannot be compared"
+            f"only {len(users)} users have {metric} in all evaluations, fewer than {MIN_PEOPLE}; evaluate more with --count"
         )
     arrays = [np.array([by_user[user] for user in users]) for by_user in values]
     is_binary = are_binary(arrays)

@@ -52,9 +52,13 @@ def read_predictions(results: Path) -> dict[str, tuple[str, str]] | None:
             row = json.loads(line)
             key, pair = str(row["key"]), (str(row["label"]), str(row["predicted"]))
         except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{file}:{number}: {type(error).__name__}: expected key, label and predicted") from None
+            raise DataError(
+                f"{file}:{number}: {type(error).__name__}: expected key, label and predicted; write the file again with bottega evaluate"
+            ) from None
         if key in predictions:
-            raise DataError(f"{file}:{number}: the key {key!r} occurs twice; write the file with bottega evaluate")
+            raise DataError(
+                f"{file}:{number}: the key {key!r} occurs twice; write the file again with bottega evaluate"
+            )
         predictions[key] = pair
     if not predictions:
         raise DataError(f"{file} is empty; write it again with bottega evaluate {results.parent} --out {results}")

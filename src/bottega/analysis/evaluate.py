@@ -228,10 +228,10 @@ def format_report(result: dict[str, Any]) -> str:
 
 def _describe_data(result: dict[str, Any]) -> str:
     """Return one line with the data, the number of samples and the checkpoint."""
-    part = f"the {result['split']} part" if result["split"] is not None else "all"
+    split = f"the {result['split']} split" if result["split"] is not None else "all data"
     origin = f" of {result['data']}" if result["data"] is not None else ""
     samples = f"{result['samples']:,} sample{'s' if result['samples'] != 1 else ''}"
-    return f"measured {part}{origin}, {samples}, by checkpoint {Path(result['checkpoint']).name}"
+    return f"measured on {split}{origin}: {samples}, checkpoint {Path(result['checkpoint']).name}"
 
 
 def _format_classes(class_metrics: dict[str, dict[str, float]]) -> list[str]:

@@ -45,7 +45,7 @@ ProgressCallback = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class GenerationScores:
-    """The same measures of generated samples, of real held-out ones, and of real ones encoded and decoded with loss."""
+    """The same measures of generated samples, of real held-out ones, and of these after the lossy mel processor or autoencoder."""
 
     generated: dict[str, float]
     real: dict[str, float]

@@ -62,12 +62,13 @@ def format_report(report: dict[str, Any]) -> str:
         )
         for row in report["modules"]
     ]
-    widths = [max(len(r[i]) for r in (head, *rows)) for i in range(len(head))]
-    right = {2, 3, 6}
+    widths = [max(len(cells[column]) for cells in (head, *rows)) for column in range(len(head))]
+    right_aligned_columns = {2, 3, 6}
     lines = [
         "  ".join(
-            cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(r, widths, strict=True))
+            cell.rjust(width) if column in right_aligned_columns else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
         )
-        for r in (head, *rows)
+        for cells in (head, *rows)
     ]
     return "\n".join([*(line.rstrip() for line in lines), f"loss of the first batch: {report['loss']:.4f}"])

@@ -32,7 +32,7 @@ class PersonRow:
     wish: str
     keywords: Sequence[str]
     history_images: Sequence[np.ndarray]
-    """At most `MAX_HISTORY_SHOWN`, each uint8 (height, width, 3)."""
+    """The images shown of the history, each uint8 (height, width, 3)."""
     images_by_arm: Mapping[str, np.ndarray]
     """Arm -> uint8 (height, width, 3)."""
 
@@ -68,10 +68,10 @@ def _draw_page(people: Sequence[PersonRow], path: Path) -> None:
         for position, image in enumerate(person.history_images):
             x, y = MARGIN + position % 3 * (THUMB_SIDE + 4), top + position // 3 * (THUMB_SIDE + 4)
             page.paste_image(x, y, image, THUMB_SIDE)
-        prompt_lines = _wrap_text(page, person.wish)
-        for number, line in enumerate([*prompt_lines, *_wrap_text(page, ", ".join(person.keywords))]):
+        wish_lines = _wrap_text(page, person.wish)
+        for number, line in enumerate([*wish_lines, *_wrap_text(page, ", ".join(person.keywords))]):
             page.draw_text(
-                text_left, top + 9 + 15 * number, line, anchor="lm", fill=INK if number < len(prompt_lines) else FAINT
+                text_left, top + 9 + 15 * number, line, anchor="lm", fill=INK if number < len(wish_lines) else FAINT
             )
         page.draw_text(
             text_left, top + IMAGE_SIDE - 6, _wrap_text(page, person.user)[0], anchor="lm", size=10, fill=FAINT
@@ -86,7 +86,7 @@ def _describe_arms(arms: Iterable[str]) -> str:
 
 
 def _measure_text_width(line: str) -> float:
-    return Canvas(1, 1).measure_text(line, 11)  # an empty canvas: the width of the page depends on this
+    return Canvas(1, 1).measure_text(line, 11)  # on a canvas of its own: the width of the page depends on it
 
 
 def _wrap_text(page: Canvas, words: str) -> list[str]:

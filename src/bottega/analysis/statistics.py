@@ -56,7 +56,11 @@ class TTestResult:
 
 @dataclass(frozen=True)
 class WilcoxonResult:
-    """Result of Wilcoxon's signed-rank test. `statistic` is the smaller sum of ranks; `n` counts the differences other than 0."""
+    """Result of Wilcoxon's signed-rank test.
+
+    `positive` and `negative` are the sums of the ranks of differences above and below 0, `statistic` is the smaller of them,
+    and `n` counts the differences other than 0.
+    """
 
     statistic: float
     p: float
@@ -215,7 +219,7 @@ def wilcoxon_test(
 
 
 def _compute_signed_rank_p(ranks: np.ndarray, smaller_sum: float) -> float:
-    """Return twice the fraction of the 2^n signs whose positive ranks sum to `smaller` or less."""
+    """Return twice the fraction of the 2^n signs whose positive ranks sum to `smaller_sum` or less."""
     doubled_ranks = np.round(2 * ranks).astype(int)  # middle ranks of ties end in a half
     num_ways = np.zeros(int(doubled_ranks.sum()) + 1)
     num_ways[0] = 1
@@ -225,7 +229,7 @@ def _compute_signed_rank_p(ranks: np.ndarray, smaller_sum: float) -> float:
 
 
 def mcnemar_test(only_first: int, only_second: int) -> McNemarResult:
-    """McNemar's test of whether each of two classifiers is alone right on equally many samples."""
+    """McNemar's test of two classifiers, from the numbers of samples that only the first or only the second gets right."""
     from scipy import stats
 
     n = only_first + only_second
@@ -244,15 +248,15 @@ def holm_correction(ps: Sequence[float]) -> list[float]:
     If all tests with an adjusted p below alpha are called significant, the probability that any of these calls is false is at
     most alpha.
     """
-    adjusted, largest = [0.0] * len(ps), 0.0
+    adjusted, largest_so_far = [0.0] * len(ps), 0.0
     for position, i in enumerate(sorted(range(len(ps)), key=lambda i: ps[i])):
-        largest = max(largest, min(1.0, (len(ps) - position) * ps[i]))
-        adjusted[i] = largest
+        largest_so_far = max(largest_so_far, min(1.0, (len(ps) - position) * ps[i]))
+        adjusted[i] = largest_so_far
     return adjusted
 
 
 def mean_confidence_interval(values: np.ndarray, *, level: float = 0.95, test_train_ratio: float = 0.0) -> Interval:
-    """Return the t interval of a mean; for `test_train_ratio` of folds see `corrected_resampled_t_test`."""
+    """Return the t interval of a mean; `test_train_ratio` is that of `corrected_resampled_t_test` if the values are of folds."""
     standard_error = _compute_standard_deviation(values, values) * math.sqrt(1 / len(values) + test_train_ratio)
     return _compute_t_interval(float(values.mean()), standard_error, df=len(values) - 1, level=level)
 

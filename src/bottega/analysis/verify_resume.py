@@ -48,13 +48,13 @@ def verify_resume(words: list[str], *, steps: int, kills: int, verbose: bool) ->
             f"output_dir={folder}",
         ]
         log(f"a run of {steps} steps without interruption")
-        seconds = _train_whole([*common_words, "name=whole"])
+        seconds = _train_to_end([*common_words, "name=whole"])
         log(f"the same run, killed {kills} x with SIGKILL")
-        num_kills = _train_killed(
+        num_kills = _train_with_kills(
             [*common_words, "name=killed"], Path(folder) / "killed", kills=kills, steps=steps, log=log
         )
         log("the same command again, after the end of the run")
-        _train_whole([*common_words, "name=killed"])
+        _train_to_end([*common_words, "name=killed"])
         difference = find_difference(Path(folder) / "whole", Path(folder) / "killed")
     if difference is not None:
         raise CheckpointError(f"the resumed run differs: {difference}")
@@ -65,13 +65,14 @@ def verify_resume(words: list[str], *, steps: int, kills: int, verbose: bool) ->
     return {"equal": True, "kills": num_kills, "steps": steps}
 
 
-def _train_command(words: list[str]) -> list[str]:
+def _build_train_command(words: list[str]) -> list[str]:
     return plugins.build_bottega_command(["train", *words, "--quiet"])
 
 
-def _train_whole(words: list[str]) -> float:
+def _train_to_end(words: list[str]) -> float:
+    """Run or resume training until it ends, and return the seconds that took."""
     started = time.monotonic()
-    process = subprocess.run(_train_command(words), capture_output=True, text=True)
+    process = subprocess.run(_build_train_command(words), capture_output=True, text=True)
     if process.returncode:
         error = BottegaError((process.stderr.strip().splitlines() or ["the run failed"])[-1].removeprefix("bottega: "))
         error.code = process.returncode
@@ -79,12 +80,17 @@ def _train_whole(words: list[str]) -> float:
     return time.monotonic() - started
 
 
-def _train_killed(words: list[str], run: Path, *, kills: int, steps: int, log: Callable[[str], None]) -> int:
-    """Kill the run at random steps; a kill only counts once training has started."""
+def _train_with_kills(words: list[str], run: Path, *, kills: int, steps: int, log: Callable[[str], None]) -> int:
+    """Kill and resume the run at random steps, then train it to its end; return the number of kills.
+
+    It is less than `kills` if the run ends before.
+    """
     rng = random.Random(0)
     num_kills = 0
     while num_kills < kills:
-        process = subprocess.Popen(_train_command(words), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            _build_train_command(words), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
         target = _read_last_step(run) + rng.randint(1, max(1, steps // (kills + 1)))
         while process.poll() is None and _read_last_step(run) < target:
             time.sleep(0.01)
@@ -95,7 +101,7 @@ def _train_killed(words: list[str], run: Path, *, kills: int, steps: int, log: C
         process.communicate()
         num_kills += 1
         log(f"killed after step {_read_last_step(run)}")
-    _train_whole(words)
+    _train_to_end(words)
     return num_kills
 
 
@@ -110,7 +116,7 @@ def find_difference(first_run: Path, second_run: Path) -> str | None:
         checkpoint.find_newest(RunDirectory(path).checkpoints) for path in (first_run, second_run)
     )
     if first_checkpoint is None or second_checkpoint is None:
-        return "one of them has no checkpoint"
+        return "one of the two runs has no checkpoint"
     first_manifest, second_manifest = checkpoint.verify(first_checkpoint), checkpoint.verify(second_checkpoint)
     for name in sorted(first_manifest.files.keys() | second_manifest.files.keys()):
         if name.endswith(".safetensors") and first_manifest.files.get(name) != second_manifest.files.get(name):

@@ -2,8 +2,8 @@
 
 A file or folder is written under a temporary name beside its target and renamed when it is complete; a folder to delete is
 renamed first. A killed process leaves only names that begin with `TEMPORARY_PREFIXES` or `OLD_PREFIX`, which
-`remove_leftovers` deletes. No other module creates temporary names or calls `os.rename` or `os.fsync`
-(tests/test_architecture.py).
+`remove_leftovers` deletes. No module outside `storage` creates temporary names or calls `os.rename` or
+`os.fsync` (tests/test_architecture.py).
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def flush_all(folder: Path) -> None:
     flush(folder)
 
 
-def flush_many(folder: Path) -> None:
-    """Flush a folder; a large one by `os.sync`, which reports no errors, since flushing takes 2 ms per file."""
+def flush_all_or_sync(folder: Path) -> None:
+    """Flush a folder and all below it; with many files by `os.sync`, which reports no errors, since flushing takes 2 ms per file."""
     if sum(1 for _ in folder.rglob("*")) > MAX_FILES_TO_FLUSH:
         os.sync()
     else:
@@ -143,10 +143,10 @@ def _exchange(first: Path, second: Path) -> bool:
         return False
     if rename(at_cwd, os.fsencode(first), at_cwd, os.fsencode(second), exchange) == 0:
         return True
-    number = ctypes.get_errno()
-    if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+    error_number = ctypes.get_errno()
+    if error_number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
         return False
-    raise OSError(number, os.strerror(number), str(second))
+    raise OSError(error_number, os.strerror(error_number), str(second))
 
 
 @contextmanager
@@ -216,10 +216,11 @@ def _rename_to_free(new: Path, target: Path) -> None:
 def remove_leftovers(folder: Path, name: str | None = None) -> None:
     """Delete files that a killed process left half-written, and restore folders that it was replacing.
 
-    With `name`, only the leftovers of the file or folder of that name are deleted or restored. Folders that another process is writing are not touched.
+    With `name`, only the leftovers of the file or folder of that name are deleted or restored. Folders that another process
+    is writing are not touched.
     """
     for path in [folder / entry for entry in os.listdir(folder)]:
-        original = _original_name(path.name)
+        original = _parse_original_name(path.name)
         if name is not None and original != name:
             continue
         if path.name.startswith(OLD_PREFIX) and original and not os.path.lexists(folder / original):
@@ -232,8 +233,8 @@ def remove_leftovers(folder: Path, name: str | None = None) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _original_name(name: str) -> str | None:
-    """Return the name that `make_temporary_name` made a temporary name from."""
+def _parse_original_name(name: str) -> str | None:
+    """Return the name of the file or folder that a temporary name stands for, or None for other names."""
     match = re.fullmatch(r"\.[a-z]+-(.+)-[0-9a-f]{8}(\.[^.]*)?", name)
     return match[1] if match else None
 

@@ -322,7 +322,7 @@ def test_pickled_source_files_are_small_and_read_the_same(tmp_path: Path) -> Non
         assert "Record" in here
         assert "Bad" not in here
         with pytest.raises(AttributeError):  # it is not mistaken for a source without files
-            again.pieces(1)
+            again.list_pieces(1)
 
 
 def test_fingerprint_depends_on_names_contents_and_options_only(tmp_path: Path) -> None:

@@ -64,12 +64,14 @@ def test_subfolders_are_classes_and_a_flat_folder_has_none(tmp_path: Path) -> No
     }
 
 
-@pytest.mark.parametrize(("form", "name", "what"), [(AUDIO, "a.wav", "audio"), (VIDEO, "a.mkv", "video")])
-def test_audio_and_video_folders_are_read_alike(tmp_path: Path, form: Format, name: str, what: str) -> None:
+@pytest.mark.parametrize(("form", "name", "medium"), [(AUDIO, "a.wav", "audio"), (VIDEO, "a.mkv", "video")])
+def test_audio_and_video_folders_are_read_alike(tmp_path: Path, form: Format, name: str, medium: str) -> None:
     write_files(tmp_path, f"one/{name}")
-    assert good_fields(read_records(tmp_path, form)) == {f"one/{name}": {what: tmp_path / "one" / name, "label": "one"}}
+    assert good_fields(read_records(tmp_path, form)) == {
+        f"one/{name}": {medium: tmp_path / "one" / name, "label": "one"}
+    }
     assert form.is_media
-    assert form.kind == what
+    assert form.kind == medium
 
 
 def test_every_suffix_has_one_kind() -> None:

@@ -189,7 +189,7 @@ def test_bad_list_element_is_reported_alone(tmp_path: Path, element: bytes, reas
         (LIST % b'{"text" "x"}', r"line 3, column 10: invalid JSON: Expecting ':' delimiter"),
         (b'[{"a": 1}\n{"a": 2}]', r"line 2, column 1: invalid JSON: expected , or \], got '\{'"),
         (b'[{"a": 1},\n', r"line 2, column 1: invalid JSON: Expecting value"),
-        (b'[{"a": 1}', r"line 1, column 10: invalid JSON: expected , or \], not the end"),
+        (b'[{"a": 1}', r"line 1, column 10: invalid JSON: expected , or \], got the end of the file"),
         (b'[{"a": "\xff"}]', r"line 1, column 9: not UTF-8: byte 0xff"),
         (b"\xef\xbb\xbf[]", r"starts with a byte order mark"),
         (b'{"a": 1}\n', r'is one object without "data"'),

@@ -41,7 +41,7 @@ def test_train_is_the_default_and_other_splits_are_read_by_name(
     assert list_names(find_files(Source(path=root))) == train
     assert sorted(list_names(find_files(Source(path=root, split="validation")))) == held_out
     assert sorted(list_names(find_files(Source(path=root, split="val")))) == held_out
-    with pytest.raises(DataError, match="has no split 'extra'; it has"):
+    with pytest.raises(DataError, match="has no split 'extra'; set split to one of"):
         find_files(Source(path=root, split="extra"))
 
 

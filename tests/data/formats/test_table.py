@@ -39,9 +39,9 @@ def write_table(folder: Path, content: str, name: str = "a.csv") -> Path:
 
 
 @needs_data
-@pytest.mark.parametrize(("part", "count"), [("train", 6920), ("dev", 872), ("test", 1821)])
-def test_sst2(part: str, count: int) -> None:
-    rows = read_rows(Path(os.environ["BOTTEGA_DATA"], "text-cls-sst2", f"{part}.tsv"))
+@pytest.mark.parametrize(("split", "count"), [("train", 6920), ("dev", 872), ("test", 1821)])
+def test_sst2(split: str, count: int) -> None:
+    rows = read_rows(Path(os.environ["BOTTEGA_DATA"], "text-cls-sst2", f"{split}.tsv"))
     assert len(rows) == count
     assert all(row.keys() == {"text", "label"} and row["text"] for row in rows)
     assert {row["label"] for row in rows} == {"0", "1"}
@@ -143,7 +143,7 @@ BAD_ROWS = [
     ("one,two,three", "has 3 columns; expected 2"),
     (
         '"one"x,two',
-        'text follows a closing quotation mark; double quotation marks within a cell ("")',
+        'text follows a closing quotation mark; write a quotation mark within a cell twice ("")',
     ),
     ('"one,two', "a quotation mark is never closed"),
     ("a\rb,c", "has a carriage return within a cell; put such cells in quotation marks"),

@@ -80,7 +80,7 @@ def test_joined_pieces_equal_the_file_compressed_or_not(
         starts.append(starts[-1] + len(part.encode()))
     assert [record.key for record in records] == [f"a.txt@{start}" if start else "a.txt" for start in starts[:-1]]
     for part, following in pairwise(parts):
-        # Long enough, not too long, and cut where safe_pieces would cut, unless there is no such position.
+        # Long enough, not too long, and cut where split_at_safe_points would cut, unless there is no such position.
         assert size <= len(part.encode()) <= 2 * size
         is_safe = following[0] == "\n" and not part[-1].isspace()
         assert is_safe or 2 * size - len(part.encode()) < 4

@@ -242,7 +242,7 @@ def test_tfrecord_round_trips(tmp_path_factory: pytest.TempPathFactory, values: 
                 assert values_equal(read_value, value)
 
 
-def has_own_suffix(name: str) -> bool:
+def is_written_under_another_name(name: str) -> bool:
     """Return whether a field is written under another name; see test_text_with_nul_and_colliding_names."""
     return is_supported_field(name) or name in ("label", "class", "image", "audio", "video")
 
@@ -257,7 +257,7 @@ plain_values = st.recursive(
 @given(
     st.lists(
         st.dictionaries(
-            names.filter(lambda name: not has_own_suffix(name)),
+            names.filter(lambda name: not is_written_under_another_name(name)),
             plain_values | some_arrays | st.just(PNG) | st.just(WAV),
             max_size=5,
         ),

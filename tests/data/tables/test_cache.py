@@ -20,10 +20,10 @@ class Builder:
     """Writes two files and counts its calls."""
 
     def __init__(self) -> None:
-        self.times = 0
+        self.num_calls = 0
 
     def __call__(self, folder: Path) -> None:
-        self.times += 1
+        self.num_calls += 1
         (folder / "data.bin").write_bytes(b"0123456789")
         (folder / "sub").mkdir()
         (folder / "sub" / "more.json").write_text("{}")
@@ -33,10 +33,10 @@ def test_entry_is_built_once(tmp_path: Path) -> None:
     build = Builder()
     entry = get_or_build(tmp_path / "new", "key", build)
     assert get_or_build(tmp_path / "new", "key", build) == entry
-    assert build.times == 1
+    assert build.num_calls == 1
     assert (entry / "data.bin").read_bytes() == b"0123456789"
     get_or_build(tmp_path / "new", "other", build)
-    assert build.times == 2
+    assert build.num_calls == 2
 
 
 def _flip(entry: Path) -> None:
@@ -70,7 +70,7 @@ def test_damaged_entry_is_rebuilt(tmp_path: Path, damage: object) -> None:
     entry = get_or_build(tmp_path, "key", build)
     damage(entry)  # type: ignore[operator]
     assert get_or_build(tmp_path, "key", build) == entry
-    assert build.times == 2
+    assert build.num_calls == 2
     assert (entry / "data.bin").read_bytes() == b"0123456789"
 
 

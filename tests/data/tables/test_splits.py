@@ -31,8 +31,8 @@ def make_splitting(rule: str, **more: Any) -> Splitting:
     return Splitting.model_validate({"by": rule, "field": "user", **more})
 
 
-def count_sides(sides: np.ndarray) -> list[int]:
-    return np.bincount(sides, minlength=3).tolist()
+def count_splits(splits: np.ndarray) -> list[int]:
+    return np.bincount(splits, minlength=3).tolist()
 
 
 def test_hash_key_is_stable() -> None:
@@ -59,18 +59,18 @@ def test_fraction_split_matches_the_first_release(sizes: list[int], fraction: fl
     keys = [int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") for name in names]
     expected = reference_fraction_split(keys, sizes, fraction)
     assume(len(expected) < len(sizes))
-    sides = assign_splits(
+    splits = assign_splits(
         SplitTable(np.array(keys, np.uint64), sizes=np.array(sizes)), make_splitting("fraction"), fraction, None
     )
-    assert sides.dtype == np.int8
-    assert set(np.flatnonzero(sides == VALIDATION).tolist()) == expected
-    assert set(sides.tolist()) == {TRAIN, VALIDATION}
+    assert splits.dtype == np.int8
+    assert set(np.flatnonzero(splits == VALIDATION).tolist()) == expected
+    assert set(splits.tolist()) == {TRAIN, VALIDATION}
 
 
 @given(st.integers(3, 500), st.floats(0.01, 0.45), st.floats(0.01, 0.45), seeds)
 def test_fractions_of_rows_are_exact(size: int, validation: float, test: float, seed: int) -> None:
-    sides = assign_splits(make_table(size), make_splitting("fraction", seed=seed), validation, test)
-    assert count_sides(sides)[1:] == [max(1, int(validation * size)), max(1, int(test * size))]
+    splits = assign_splits(make_table(size), make_splitting("fraction", seed=seed), validation, test)
+    assert count_splits(splits)[1:] == [max(1, int(validation * size)), max(1, int(test * size))]
 
 
 @given(st.integers(20, 300), st.integers(1, 300), seeds)
@@ -93,19 +93,19 @@ def _assign_or_skip(rows: SplitTable, options: Splitting) -> np.ndarray:
 
 
 def test_hash_split_of_many_rows_has_the_right_fractions() -> None:
-    sides = assign_splits(make_table(50_000), make_splitting("hash"), 0.1, 0.05)
-    assert np.array(count_sides(sides)) / 50_000 == pytest.approx([0.85, 0.1, 0.05], abs=0.005)
+    splits = assign_splits(make_table(50_000), make_splitting("hash"), 0.1, 0.05)
+    assert np.array(count_splits(splits)) / 50_000 == pytest.approx([0.85, 0.1, 0.05], abs=0.005)
     keys = make_table(50_000).keys
-    assert np.array_equal(sides == VALIDATION, keys < 0.1 * 2.0**64)
+    assert np.array_equal(splits == VALIDATION, keys < 0.1 * 2.0**64)
 
 
 @pytest.mark.parametrize("seed", [1, 2, 12345])
 def test_seeded_hash_split_is_uncorrelated_for_adjacent_keys(seed: int) -> None:
     # Adjacent keys must be assigned independently.
     adjacent = SplitTable(np.arange(20_000, dtype=np.uint64))
-    sides = assign_splits(adjacent, make_splitting("hash", seed=seed), 0.3, None)
-    assert sides.mean() == pytest.approx(0.3, abs=0.015)
-    assert abs(np.corrcoef(sides[:-1], sides[1:])[0, 1]) < 0.03
+    splits = assign_splits(adjacent, make_splitting("hash", seed=seed), 0.3, None)
+    assert splits.mean() == pytest.approx(0.3, abs=0.015)
+    assert abs(np.corrcoef(splits[:-1], splits[1:])[0, 1]) < 0.03
 
 
 @pytest.mark.parametrize("rule", ["fraction", "hash", "file", "stratified", "group"])
@@ -139,18 +139,18 @@ def test_files_and_groups_are_not_divided(rule: str, sizes: list[int], seed: int
     names = hash_names(*range(len(sizes)))[unit]
     rows = make_table(len(unit), files=names if rule == "file" else None, groups=names if rule == "group" else None)
     try:
-        sides = assign_splits(rows, make_splitting(rule, seed=seed, folds=folds), 0.25, 0.1)
+        splits = assign_splits(rows, make_splitting(rule, seed=seed, folds=folds), 0.25, 0.1)
     except DataError:
         assume(False)
         raise
     for number in range(len(sizes)):
-        assert len(set(sides[unit == number].tolist())) == 1
+        assert len(set(splits[unit == number].tolist())) == 1
     if folds is None:
-        num_validation = count_sides(sides)[VALIDATION]
+        num_validation = count_splits(splits)[VALIDATION]
         # The remaining capacity is less than any unit that is still in train.
-        smallest = min((size for i, size in enumerate(sizes) if sides[unit == i][0] == TRAIN), default=0)
+        smallest = min((size for i, size in enumerate(sizes) if splits[unit == i][0] == TRAIN), default=0)
         assert num_validation <= max(0.25 * len(unit), min(sizes))
-        assert num_validation + smallest > 0.25 * len(unit) or count_sides(sides)[TEST] > 0
+        assert num_validation + smallest > 0.25 * len(unit) or count_splits(splits)[TEST] > 0
 
 
 @given(
@@ -161,11 +161,11 @@ def test_stratified_split_has_each_class_in_proportion(
 ) -> None:
     assume(max(sizes) >= (2 if test is None else 3))
     labels = np.random.default_rng(seed).permutation(np.repeat(np.arange(len(sizes)), sizes))
-    sides = assign_splits(
+    splits = assign_splits(
         make_table(len(labels), labels=labels), make_splitting("stratified", seed=seed), validation, test
     )
     for label, size in enumerate(sizes):
-        train, num_validation, num_test = count_sides(sides[labels == label])
+        train, num_validation, num_test = count_splits(splits[labels == label])
         assert train >= 1
         assert (num_validation >= 1) == (size >= 2)
         if test is None:
@@ -175,7 +175,7 @@ def test_stratified_split_has_each_class_in_proportion(
             assert num_test <= max(1, int(test * size) + 1)
         assert num_validation <= max(1, int(validation * size) + 1)
     if min(sizes) * validation >= 1 and test is None:
-        assert count_sides(sides)[VALIDATION] == round(validation * len(labels))
+        assert count_splits(splits)[VALIDATION] == round(validation * len(labels))
 
 
 @pytest.mark.parametrize("rule", ["fraction", "hash", "file", "stratified", "group"])
@@ -186,22 +186,23 @@ def test_folds_are_disjoint_and_cover_everything(
     unit = np.arange(size) // 2
     labels = np.arange(size) % 3
     rows = make_table(size, files=hash_names(*unit), groups=hash_names(*unit), labels=labels)
-    parts = []
+    splits_by_fold = []
     for fold in range(folds):
         try:
-            parts.append(assign_splits(rows, make_splitting(rule, seed=seed, folds=folds, fold=fold), None, test))
+            options = make_splitting(rule, seed=seed, folds=folds, fold=fold)
+            splits_by_fold.append(assign_splits(rows, options, None, test))
         except DataError:
             assume(False)
-    sides = np.stack(parts)
-    is_test = sides[0] == TEST
-    assert ((sides == TEST) == is_test).all()
+    splits = np.stack(splits_by_fold)
+    is_test = splits[0] == TEST
+    assert ((splits == TEST) == is_test).all()
     assert is_test.any() == (test is not None)
-    assert np.array_equal((sides == VALIDATION).sum(axis=0), ~is_test)
-    weights = (sides == VALIDATION).sum(axis=1)
+    assert np.array_equal((splits == VALIDATION).sum(axis=0), ~is_test)
+    weights = (splits == VALIDATION).sum(axis=1)
     if rule != "hash":
         assert weights.max() - weights.min() <= (2 if rule in ("file", "group") else 1)
     if rule == "stratified":
-        by_class = np.stack([(sides[:, labels == label] == VALIDATION).sum(axis=1) for label in range(3)])
+        by_class = np.stack([(splits[:, labels == label] == VALIDATION).sum(axis=1) for label in range(3)])
         assert (np.ptp(by_class, axis=1) <= 1).all()
 
 
@@ -220,7 +221,7 @@ def test_folds_override_the_validation_fraction() -> None:
     alone, both = (
         assign_splits(make_table(100), make_splitting("fraction", folds=5), fraction, None) for fraction in (None, 0.01)
     )
-    assert count_sides(both) == [80, 20, 0]
+    assert count_splits(both) == [80, 20, 0]
     assert np.array_equal(alone, both)
 
 
@@ -283,6 +284,6 @@ def test_splits_are_vectorised_over_rows(rule: str) -> None:
         for rows in (few, many)
     ]
     assert max(counts) < 2000
-    assert np.array(count_sides(assign_splits(many, make_splitting(rule), 0.05, 0.05)))[1:] / 200_000 == pytest.approx(
+    assert np.array(count_splits(assign_splits(many, make_splitting(rule), 0.05, 0.05)))[1:] / 200_000 == pytest.approx(
         [0.05, 0.05], abs=0.002
     )

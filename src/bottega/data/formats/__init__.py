@@ -70,7 +70,7 @@ class SourceFiles:
     """
 
     source: Source
-    """The source as in the recipe; for a remote source, with the path of the local copy."""
+    """The source of the recipe. Its path is local: the copy of a remote source, or the folder of the chosen split."""
     kind: str
     """Never auto. `shards` is prepared data, which is opened rather than read."""
     root: Path
@@ -102,12 +102,13 @@ class SourceFiles:
         self._compute_fingerprint(lambda stage, done, total: None)
         return str(vars(self)["content_hash"])
 
-    def hash_files(self, progress: ProgressCallback) -> None:
+    def precompute_fingerprint(self, progress: ProgressCallback) -> None:
         """Compute the fingerprint now and report progress; every file whose hash is not cached is read."""
         if "fingerprint" not in vars(self):
             vars(self)["fingerprint"] = self._compute_fingerprint(progress)
 
     def _compute_fingerprint(self, progress: ProgressCallback) -> str:
+        """Return the fingerprint, and store `content_hash`, which needs the hashes of the same files."""
         options = [(name, getattr(self.source, name)) for name in OPTIONS_BY_KIND.get(self.kind, ())]
         if self.source.pattern is not None:
             options.append(("pattern", self.source.pattern))
@@ -202,7 +203,7 @@ def find_files(source: Source) -> SourceFiles:
         source = source.model_copy(update={"path": path})
     root = Path(path).expanduser()
     if source.more_paths:
-        return _find_files_of_all(source, path)
+        return _find_files_of_paths(source, path)
     if source.kind == "huggingface" or (source.kind == "auto" and _is_saved_by_datasets(root)):
         return SourceFiles(source, "huggingface", root, [root])
     if source.kind in ("auto", "shards") and _is_prepared(root):
@@ -220,7 +221,7 @@ def find_files(source: Source) -> SourceFiles:
         return SourceFiles(source, kind, listing.root, chosen_files)
     split = normalize_split_name(source.split) if source.split is not None else "train"
     if split not in splits:
-        raise DataError(f"{root} has no split {source.split!r}; it has {', '.join(splits)}")
+        raise DataError(f"{root} has no split {source.split!r}; set split to one of {', '.join(splits)}")
     split_files = splits[split]
     root = find_split_root(split_files, listing.root)
     other_splits = tuple(sorted(set(splits) - {split}))
@@ -234,16 +235,18 @@ def find_files(source: Source) -> SourceFiles:
     )
 
 
-def _find_files_of_all(source: Source, first_path: str) -> SourceFiles:
+def _find_files_of_paths(source: Source, first_path: str) -> SourceFiles:
     """Return the files of several paths as one source."""
     from bottega.data.formats.remote import download
 
     paths = [first_path, *(str(download(path)) if "://" in path else path for path in source.more_paths or ())]
     explicit_kind = source.kind if source.kind != "auto" else None
-    listing = files.list_files_of_all(
+    listing = files.list_files_of_paths(
         paths,
-        lambda part: (
-            _select_files_of_kind(part, explicit_kind) if explicit_kind else files.drop_documentation_files(part)
+        lambda folder_listing: (
+            _select_files_of_kind(folder_listing, explicit_kind)
+            if explicit_kind
+            else files.drop_documentation_files(folder_listing)
         ),
     )
     for path in paths:

@@ -47,6 +47,7 @@ class Array(NamedTuple):
     offset: int | None
     """Offset of its values in the file; None if they are compressed."""
     info: zipfile.ZipInfo | None = None
+    """Member of the .npz archive that the values are decompressed from; None if they are not compressed."""
 
     @property
     def row_bytes(self) -> int:

@@ -152,6 +152,7 @@ def _to_plain_value(value: Any, load_medium: MediumLoader) -> Any:
 
 
 def _group_pieces(file: Path, name: str, groups: list[tuple[int, int]], size: int) -> list[Piece]:
+    """Join consecutive row groups or record batches, given as (rows, bytes), into pieces of about `size` bytes."""
     pieces: list[Piece] = []
     start = piece_bytes = rows_before = piece_rows = 0
     for number, (num_rows, num_bytes) in enumerate(groups, start=1):

@@ -74,14 +74,17 @@ def read_head(file: Path, size: int) -> bytes:
 
 
 def iter_lines(stream: BinaryIO, length: int | None = None) -> Iterator[bytes]:
-    """Yield the lines of the next `length` bytes with their line ends; a longer line is cut to MAX_LINE_BYTES + 1 bytes."""
+    """Yield the lines of the next `length` bytes with their line ends.
+
+    Of a line longer than MAX_LINE_BYTES only MAX_LINE_BYTES + 1 bytes are yielded, by which the caller recognises it.
+    """
     limit, position = MAX_LINE_BYTES, 0
     while (length is None or position < length) and (line := stream.readline(limit + 1)):
         position += len(line)
         if len(line) > limit and not line.endswith(b"\n"):
-            while rest := stream.readline(_CHUNK_BYTES):
-                position += len(rest)
-                if rest.endswith(b"\n"):
+            while skipped := stream.readline(_CHUNK_BYTES):
+                position += len(skipped)
+                if skipped.endswith(b"\n"):
                     break
         yield line
 
@@ -109,7 +112,7 @@ class _DecompressedStream(io.RawIOBase):
             raw, _choose_decoder(compression, file), read_size=_ZSTD_READ_BYTES if compression == ".zst" else 1 << 16
         )
         self._unread = memoryview(b"")
-        self._num_read = 0
+        self._decompressed_bytes = 0
 
     def readable(self) -> bool:
         return True
@@ -143,8 +146,8 @@ class _DecompressedStream(io.RawIOBase):
         except _list_decoder_errors(self._compression) as error:
             raise self._make_damage_error(error) from error
         if chunk is not None:
-            self._num_read += len(chunk)
-            if self._num_read > max(ALWAYS_ALLOWED_BYTES, MAX_RATIO * self._raw.tell()):
+            self._decompressed_bytes += len(chunk)
+            if self._decompressed_bytes > max(ALWAYS_ALLOWED_BYTES, MAX_RATIO * self._raw.tell()):
                 raise DataError(
                     f"{self._file} decompresses to more than {MAX_RATIO:,} times its size, like a compression bomb; "
                     "decompress it yourself if you trust it"
@@ -160,16 +163,16 @@ def _iter_chunks(raw: BinaryIO, create_decoder: Callable[[], Any], *, read_size:
     """Yield decompressed bytes, about a MiB at a time. Concatenated members are one stream."""
     pending = raw.read(read_size)
     while pending:
-        engine = create_decoder()
-        while not engine.eof:
-            needs_input = getattr(engine, "needs_input", True)  # bz2 and lzma keep the input they have not used
+        decoder = create_decoder()
+        while not decoder.eof:
+            needs_input = getattr(decoder, "needs_input", True)  # bz2 and lzma keep the input they have not used
             if needs_input and not pending:
                 pending = raw.read(read_size)
                 if not pending:
                     raise EOFError
-            yield engine.decompress(pending, _CHUNK_BYTES)
-            pending = getattr(engine, "unconsumed_tail", b"")
-        pending = engine.unused_data or raw.read(read_size)
+            yield decoder.decompress(pending, _CHUNK_BYTES)
+            pending = getattr(decoder, "unconsumed_tail", b"")
+        pending = decoder.unused_data or raw.read(read_size)
         # Tapes and xz pad with zeros after the last member.
         while pending and not pending.strip(b"\0"):
             pending = raw.read(read_size)
@@ -194,8 +197,8 @@ def _choose_decoder(compression: str, file: Path) -> Callable[[], Any]:
 class _ZstdDecoder:
     """Zstandard's decoder with the interface of the decoders of the standard library."""
 
-    def __init__(self, engine: Any) -> None:
-        self._decoder = engine
+    def __init__(self, decoder: Any) -> None:
+        self._decoder = decoder
 
     def decompress(self, data: bytes, size: int) -> bytes:
         return bytes(self._decoder.decompress(data))

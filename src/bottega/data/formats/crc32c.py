@@ -63,7 +63,7 @@ def crc32c_of_spans(data: bytes | np.ndarray, starts: np.ndarray, stops: np.ndar
 
 
 def _compute_remainders(buffer: np.ndarray, stops: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return the bare remainders, with an initial register of zero, of messages that end at `stops`."""
+    """Return the bare remainders, with an initial register of zero, of messages sorted by length that end at `stops`."""
     width = int(lengths[-1]) + 3 & ~3
     if width == 0:
         return np.zeros(len(stops), np.uint32)

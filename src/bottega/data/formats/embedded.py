@@ -27,7 +27,7 @@ def list_standard_library() -> Listing:
     files = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in EXCLUDED and not name.startswith(".")]
-        files += [Path(folder, name) for name in names if _belongs(name)]
+        files += [Path(folder, name) for name in names if _is_corpus_file(name)]
     if not files:
         raise DataError(f"{root} has no Python sources; give a corpus of your own with data.train.path")
     return Listing(root, sorted(files, key=lambda file: file.relative_to(root).as_posix()), is_folder=True)
@@ -41,6 +41,6 @@ def resolve_named_texts(source: Source) -> Source:
     return source.model_copy(update={"kind": "jsonl", "path": str(materialise_texts(source.path))})
 
 
-def _belongs(name: str) -> bool:
+def _is_corpus_file(name: str) -> bool:
     # _sysconfigdata* is generated when Python is built and differs between machines.
     return name.endswith(".py") and name not in EXCLUDED and not name.startswith((".", "_sysconfigdata"))

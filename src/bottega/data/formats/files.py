@@ -67,7 +67,7 @@ def list_files(path: str) -> Listing:
     raise _make_missing_error(root, path)
 
 
-def list_files_of_all(paths: Sequence[str], choose: Callable[[Listing], list[Path]]) -> Listing:
+def list_files_of_paths(paths: Sequence[str], choose: Callable[[Listing], list[Path]]) -> Listing:
     """Return the files of several paths, in the order of the paths; `choose` selects among the files of a folder."""
     listings = [list_files(path) for path in paths]
     files = [file for listing in listings for file in (choose(listing) if listing.is_folder else listing.files)]

@@ -90,7 +90,7 @@ def _find_unmatched_rows(metadata: Metadata, base: Path, root: Path, field: str)
         location = first_record.where.removeprefix(f"{metadata.path}, ")
         raise DataError(
             f"{metadata.path}: none of its {len(unmatched)} rows matches a file under {base}, such as {name!r} in "
-            f"{location}"
+            f"{location}; correct the file names in the table"
         )
     for name, row in unmatched.items():
         yield BadRecord(row.key, row.where, f"names the {field} file {name!r}, which is missing")

@@ -37,7 +37,7 @@ def list_pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]
 
 
 def read(piece: Piece, source: Source) -> Iterator[Record | BadRecord]:
-    """Yield the rows of the piece's record batches, with media decoded from their files or bytes."""
+    """Yield the rows of the piece's record batches, each medium as its encoded bytes or the path of its file."""
     row = piece.lines_before
     load_medium = partial(_resolve_medium, roots=_list_allowed_roots(source))
     for batch in columns.iter_arrow_batches(piece.file, piece.start, piece.stop):

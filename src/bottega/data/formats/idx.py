@@ -149,7 +149,7 @@ def _read_rows(file: Path, piece: Piece) -> Iterator[tuple[int, Any]]:
 
 
 def _read_header(stream: BinaryIO, file: Path) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    """Read the header: two zero bytes, the type, the number of axes, and the length of each axis in four bytes."""
+    """Return the dtype and shape in the header: two zero bytes, the type, the number of axes, and each length in four bytes."""
     magic = stream.read(4)
     if len(magic) < 4 or magic[:2] != b"\0\0" or magic[2] not in DTYPES_BY_CODE or not 1 <= magic[3] <= MAX_DIMENSIONS:
         raise DataError(f"{file} is not an IDX file: it begins with {magic.hex() or 'nothing'}")

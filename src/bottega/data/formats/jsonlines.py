@@ -32,7 +32,7 @@ _CONSTANT = re.compile(r'"(?:[^"\\]|\\.)*"|(?P<constant>NaN|-?Infinity)')
 
 
 class InvalidRow(ValueError):
-    """A text is not a row. The message says why; `column` says where, if known."""
+    """Raised for text that is not a valid row. The message says why; `column` says where, if known."""
 
     def __init__(self, reason: str, column: int | None = None) -> None:
         super().__init__(reason)

@@ -89,7 +89,7 @@ class _TextCursor:
         """Consume one of the expected characters, and return it."""
         character = self.skip_space()
         if not character or character not in expected:
-            actual = f"got {character!r}" if character else "not the end"
+            actual = f"got {character!r}" if character else "got the end of the file"
             self.fail(self.position, f"expected {' or '.join(expected)}, {actual}")
         self.position += 1
         return character

@@ -194,7 +194,7 @@ def _explain_error(error: Exception) -> str:
     if text.startswith("new-line character"):
         return "has a carriage return within a cell; put such cells in quotation marks"
     if text.endswith("expected after '\"'"):
-        return 'text follows a closing quotation mark; double quotation marks within a cell ("")'
+        return 'text follows a closing quotation mark; write a quotation mark within a cell twice ("")'
     return text
 
 

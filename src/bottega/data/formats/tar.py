@@ -53,6 +53,7 @@ class Member(NamedTuple):
     start: int
     """Offset of its first header: a long name is stored in extension headers in front of its own."""
     offset: int
+    """Offset of its content."""
     size: int
     problem: str | None
     data: bytes | None
@@ -64,8 +65,9 @@ class IndexedSample(NamedTuple):
 
     key: str
     fields: dict[str, tuple[int, int]]
-    """Field to (offset, size)."""
+    """Field to (offset, size) of its content."""
     start: int
+    """Offset of the first header of its first member."""
     problem: str | None
     """Why the sample must not be read, or None; see `read`."""
 
@@ -217,7 +219,7 @@ def _iter_members(stream: BinaryIO, piece: Piece, *, reads_bodies: bool) -> Iter
             raise Unreadable(f"is truncated: member {name!r} states {length} bytes, more than remain")
         key, field = split_member_name(normalize_path(name))
         problem = problem or _find_problem(raw_name, name, kind, is_folder)
-        is_skipped = problem is None and (is_folder or _is_file_manager_note(key))
+        is_skipped = problem is None and (is_folder or _is_metadata_member(key))
         if problem is None and not is_skipped and not is_supported_field(field):
             problem = "its suffix is not a supported kind of data"
         if problem is None and length > MAX_MEMBER_BYTES:
@@ -233,8 +235,8 @@ def _iter_members(stream: BinaryIO, piece: Piece, *, reads_bodies: bool) -> Iter
         position = next_start
 
 
-def _is_file_manager_note(key: str) -> bool:
-    """Return whether a member is a file manager's (.DS_Store, ._a.jpg) or WebDataset's own note on a shard (__info__.json)."""
+def _is_metadata_member(key: str) -> bool:
+    """Return whether a member is not data: a file manager's (.DS_Store, ._a.jpg), or WebDataset's on a shard (__info__.json)."""
     base = key.rpartition("/")[2]
     return not base or (len(base) > 4 and base.startswith("__") and base.endswith("__"))
 

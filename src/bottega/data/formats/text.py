@@ -51,7 +51,7 @@ def list_pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]
 
 
 def read(piece: Piece, source: Source) -> Iterator[Record | BadRecord]:
-    """Yield the text of the piece as documents; large compressed files are split into parts."""
+    """Yield the text of the piece as one record; a large compressed file, which is one piece, as several."""
     with open_decompressed(piece.file) as stream:
         if is_compressed(piece.file):
             if piece.start or piece.stop is not None:

@@ -70,7 +70,7 @@ def list_pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]
     with open_decompressed(file) as stream:
         if not stream.seekable():
             return single_piece
-        position, count, cuts = 0, 0, [(0, 0)]
+        position, count, cuts = 0, 0, [(0, 0)]  # a cut is (offset, number of records before it)
         while position < total:
             heads: list[bytes] = []
             starts: list[int] = []
@@ -92,7 +92,7 @@ def list_pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]
             if num_valid < len(heads) or not heads:
                 break  # the records after this one cannot be located; reading the last piece reports it
     stops = [start for start, _ in cuts[1:]]
-    return [Piece(file, name, start, stop, line) for (start, line), stop in zip(cuts, [*stops, None], strict=True)]
+    return [Piece(file, name, start, stop, n) for (start, n), stop in zip(cuts, [*stops, None], strict=True)]
 
 
 def _count_valid_headers(data: bytes, starts: np.ndarray) -> int:
@@ -107,7 +107,7 @@ def _count_valid_headers(data: bytes, starts: np.ndarray) -> int:
 
 
 def _read_records(stream: BinaryIO, offset: int, stop: int | None) -> Iterator[tuple[int, bytes, str | None]]:
-    """Yield (offset, data, problem or None); checksums are computed for thousands of records at a time."""
+    """Yield (offset, data, problem or None) of each record; checksums are computed for thousands of records at a time."""
     rest, chunk = b"", b" "
     while chunk:
         chunk = stream.read(CHUNK_BYTES if stop is None else min(CHUNK_BYTES, stop - offset - len(rest)))

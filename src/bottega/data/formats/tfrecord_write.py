@@ -91,7 +91,7 @@ def _encode_features(name: str, value: Any, record: Record) -> list[tuple[str, b
         return [(name, _encode_array(value.reshape(-1))), *shape]
     if isinstance(value, list | tuple):
         value = to_json_value(value)
-        types = {type(part) for part in value}
+        types = {type(item) for item in value}
         if types <= {str, bytes}:
             return [(name, _encode_bytes_list(value))]
         if types <= {int, bool, float}:
@@ -117,7 +117,7 @@ def _encode_array(values: np.ndarray) -> bytes:
 
 def _encode_bytes_list(values: list[str | bytes]) -> bytes:
     return _encode_field(
-        1, b"".join(_encode_field(1, part.encode() if isinstance(part, str) else part) for part in values)
+        1, b"".join(_encode_field(1, value.encode() if isinstance(value, str) else value) for value in values)
     )
 
 

@@ -25,7 +25,7 @@ from bottega.data.records.record import Record
 from bottega.storage.durable import (
     TEMPORARY_PREFIXES,
     flush,
-    flush_many,
+    flush_all_or_sync,
     make_temporary_name,
     move_files,
     remove_leftovers,
@@ -55,7 +55,7 @@ class OutputShard(ABC):
 
 
 def write_records(
-    rows: Iterable[Record], folder: Path, *, to: OutputFormat, split: str = "train", shard_bytes: int = SHARD_BYTES
+    records: Iterable[Record], folder: Path, *, to: OutputFormat, split: str = "train", shard_bytes: int = SHARD_BYTES
 ) -> list[Path]:
     """Write records to shards SPLIT-000000.tar and so on, replacing earlier ones of the split; return their paths."""
     if to not in get_args(OutputFormat):
@@ -67,7 +67,7 @@ def write_records(
         folder.mkdir(parents=True, exist_ok=True)
         remove_leftovers(folder, split)
         with scratch_folder(folder / split) as temporary:
-            files = _write_shards(rows, temporary, to, split, shard_bytes)
+            files = _write_shards(records, temporary, to, split, shard_bytes)
             _publish(temporary, folder, manifest, split)
     except OSError as error:
         if error.errno not in DISK_ERRORS:
@@ -76,12 +76,14 @@ def write_records(
     return [folder / file.relative_to(temporary) for file in files]
 
 
-def _write_shards(rows: Iterable[Record], folder: Path, to: OutputFormat, split: str, shard_bytes: int) -> list[Path]:
+def _write_shards(
+    records: Iterable[Record], folder: Path, to: OutputFormat, split: str, shard_bytes: int
+) -> list[Path]:
     files: list[Path] = []
     names = UniqueNames()
     shard: OutputShard | None = None
     try:
-        for record in rows:
+        for record in records:
             if shard is None or shard.size >= shard_bytes:
                 if shard is not None:
                     shard.close()
@@ -149,7 +151,7 @@ def _publish(temporary: Path, folder: Path, manifest: dict[str, Any], split: str
     """Move the shards into place after flushing them. Meanwhile the manifest lists old and new files, in case the
     process is killed.
     """
-    flush_many(temporary)
+    flush_all_or_sync(temporary)
     new_names = sorted(os.listdir(temporary))
     old_names = manifest["splits"].get(split, [])
     taken_names = {name for other_split, files in manifest["splits"].items() if other_split != split for name in files}
@@ -213,9 +215,9 @@ def to_json_value(value: Any) -> Any:
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     if isinstance(value, dict):
-        return {str(key): to_json_value(part) for key, part in value.items()}
+        return {str(key): to_json_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [to_json_value(part) for part in value]
+        return [to_json_value(item) for item in value]
     return value
 
 

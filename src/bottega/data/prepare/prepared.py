@@ -206,7 +206,7 @@ def prepare(
 ) -> PreparedData:
     """Return the prepared data of a plan, built unless it is cached. Several processes may call this at once."""
     for input in plan.inputs:
-        input.source_files.hash_files(progress)
+        input.source_files.precompute_fingerprint(progress)
     folder = get_or_build(cache, plan.key, lambda folder: _build_tables(plan, folder, progress))
     return PreparedData(folder, plan.key, _list_unread_splits(plan.inputs), plan.held_out_hashes)
 

@@ -31,8 +31,10 @@ class Concat(Source):
         names: Sequence[str] | None = None,
     ) -> None:
         """`limits` keep only the first samples of a source; `names` are the keys of the sources for messages."""
-        bounds = limits or [None] * len(sources)
-        self.sources = [s if n is None else Take(s, n) for s, n in zip(sources, bounds, strict=True)]
+        all_limits = limits or [None] * len(sources)
+        self.sources = [
+            source if limit is None else Take(source, limit) for source, limit in zip(sources, all_limits, strict=True)
+        ]
         self.repeats = list(repeats or [1] * len(sources))
         self.names = list(names or (f"data.sources[{i}]" for i in range(len(sources))))
         assert len(self.sources) == len(self.repeats) == len(self.names) > 0
@@ -78,16 +80,19 @@ class Concat(Source):
         self._merge({i: (zero + i, s.rows(zero, zero)) for i, s in enumerate(self.sources)}, len(self.sources))
 
     def _merge(self, parts: dict[int, tuple[np.ndarray, dict[str, Any]]], count: int) -> dict[str, Any]:
+        """Join `parts`, source index -> (positions in the batch, rows), into one batch of `count` rows."""
         for name in self.padding_values:
             width = max(rows[name].shape[1] for _, rows in parts.values())
-            for part, (_, rows) in parts.items():
-                padding_values = self.sources[part].padding_values
+            for source_index, (_, rows) in parts.items():
+                padding_values = self.sources[source_index].padding_values
                 if name in padding_values:
                     rows[name] = _pad(rows[name], width, padding_values[name])
         (reference_index, (_, reference)), *others = parts.items()
-        for index, (_, rows) in others:
+        for source_index, (_, rows) in others:
             for name in sorted(reference.keys() ^ rows.keys()):
-                owner, lacking = (reference_index, index) if name in reference else (index, reference_index)
+                owner, lacking = (
+                    (reference_index, source_index) if name in reference else (source_index, reference_index)
+                )
                 raise DataError(
                     f"{self.names[owner]} has the field {name!r}, but {self.names[lacking]} does not; give all sources "
                     "the same fields"
@@ -96,7 +101,7 @@ class Concat(Source):
                 reference_form, form = _describe_form(reference[name]), _describe_form(value)
                 if reference_form != form:
                     raise DataError(
-                        f"{name!r} is {reference_form} in {self.names[reference_index]} and {form} in {self.names[index]}; give the "
+                        f"{name!r} is {reference_form} in {self.names[reference_index]} and {form} in {self.names[source_index]}; give the "
                         "sources the same shapes and types"
                     )
         merged: dict[str, Any] = {}
@@ -153,12 +158,12 @@ def compute_mixture_weights(
         # The largest is 1 before the power, so that no temperature overflows.
         amounts = (np.array(sizes) / max(sizes)) ** (1 / (temperature or 1.0))
     # No source is left out, even if its weight would round to zero.
-    parts = np.maximum(amounts / amounts.sum(), 1e-9)
-    return (parts / parts.sum()).tolist()
+    positive_weights = np.maximum(amounts / amounts.sum(), 1e-9)
+    return (positive_weights / positive_weights.sum()).tolist()
 
 
 def combine_sources(
-    parts: Sequence[tuple[Source, SourceOptions]],
+    sources_with_options: Sequence[tuple[Source, SourceOptions]],
     data: Data,
     *,
     seed: int,
@@ -166,9 +171,10 @@ def combine_sources(
 ) -> tuple[Source, Order | None]:
     """Return the training data of a recipe as one source, and its order; None is the default shuffle.
 
-    `parts` are the sources with their options, `replay` is the earlier data of data.replay. data.limit is applied here.
+    `replay` is the earlier data of data.replay. data.limit is applied here.
     """
-    options = [option for _, option in parts]
+    sources = [source for source, _ in sources_with_options]
+    options = [option for _, option in sources_with_options]
     # Weights or a temperature imply their mixture.
     has_weights = any(option.weight is not None for option in options)
     mixture = data.mixture or ("weighted" if has_weights else "temperature" if data.temperature is not None else None)
@@ -181,16 +187,14 @@ def combine_sources(
                 )
     limits = [option.limit for option in options]
     repeats = [option.repeat or 1 for option in options]
-    concatenated = Concat(
-        [source for source, _ in parts], repeats=repeats, limits=limits, names=_list_names(data, options)
-    )
+    concatenated = Concat(sources, repeats=repeats, limits=limits, names=_list_names(data, options))
     if mixture == "sequence":
         return _order_in_sequence(concatenated, data, seed)
     source_weights = compute_mixture_weights(
         concatenated.sizes, mixture, [option.weight for option in options], data.temperature
     )
-    if replay is None and (source_weights is None or len(parts) == 1):
-        combined = concatenated.sources[0] if len(parts) == 1 and repeats == [1] else concatenated
+    if replay is None and (source_weights is None or len(sources) == 1):
+        combined = concatenated.sources[0] if len(sources) == 1 and repeats == [1] else concatenated
         _check_compatible(concatenated)
         return (combined if data.limit is None else Take(combined, data.limit)), None
     return _mix_sources(concatenated, source_weights, data, replay, seed)

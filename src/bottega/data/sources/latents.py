@@ -108,8 +108,8 @@ def check_deterministic(rows: MediaRows) -> None:
             "data.crop=centre"
         )
     if isinstance(rows, VideoRows) and rows.clip == "random":
-        longest = int(rows.table.lengths("video").max(initial=0))
-        if longest > (rows.num_frames - 1) * rows.stride + 1:
+        max_frames = int(rows.table.lengths("video").max(initial=0))
+        if max_frames > (rows.num_frames - 1) * rows.stride + 1:
             raise UsageError(
                 "data.clip=random takes other frames of long videos in each epoch, but data.latents computes one clip; set "
                 "data.clip=centre"

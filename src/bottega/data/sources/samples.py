@@ -84,9 +84,10 @@ def fit_mel_processor(
 ) -> MelProcessor:
     """Fit the mel spectrogram of a recipe's audio to the training clips before augmentation.
 
-    The bands reach from `low` to `high` hertz; None is half the sample rate.
+    The bands reach from `low` to `high` hertz; None is half the sample rate. The number of frames is rounded up to a
+    multiple of `multiple`, such as a patch size.
     """
-    from bottega.data.audio.mel import fit_mel_processor
+    from bottega.data.audio.mel import fit_mel_processor as fit_to_source
     from bottega.data.audio.spectrogram import MelSpectrogram
 
     data: Any = recipe.data
@@ -97,10 +98,9 @@ def fit_mel_processor(
     def open_clips(recipe: Recipe) -> list[Any]:
         return [open_media_source(recipe, prepared, table, is_training=False) for table in tables]
 
-    longest = max(rows.num_samples for rows in open_clips(recipe))
-    return fit_mel_processor(
-        Concat(open_clips(_with_length(recipe, longest / rate))), mel, num_samples=longest, multiple=multiple
-    )
+    clip_samples = max(rows.num_samples for rows in open_clips(recipe))
+    clips = Concat(open_clips(_with_length(recipe, clip_samples / rate)))
+    return fit_to_source(clips, mel, num_samples=clip_samples, multiple=multiple)
 
 
 def with_processor_length(recipe: R, processor: MelProcessor) -> R:

@@ -61,7 +61,9 @@ class Zip(Source):
 
     def rows(self, index: np.ndarray, epoch: np.ndarray) -> dict[str, Any]:
         if self.orders is not None:
-            return {n: s.rows(*self._local_indices(n, index, epoch)) for n, s in self.sources.items()}
+            return {
+                name: source.rows(*self._local_indices(name, index, epoch)) for name, source in self.sources.items()
+            }
         result: dict[str, Any] = {}
         for name, source in self.sources.items():
             last = len(source) - 1
@@ -75,7 +77,11 @@ class Zip(Source):
 
     @cached_property
     def padding_values(self) -> Mapping[str, int]:
-        return {f"{part}.{name}": value for part, s in self.sources.items() for name, value in s.padding_values.items()}
+        return {
+            f"{name}.{field}": value
+            for name, source in self.sources.items()
+            for field, value in source.padding_values.items()
+        }
 
     @cached_property
     def fingerprint(self) -> str:

@@ -111,7 +111,7 @@ class Conditions:
             key = str(table.row("key", 0))
             raise DataError(
                 f"model.condition=class needs labels, but the samples have none (the first is {key}); set "
-                f"data.train.label to the field, {_pattern_hint(key)}sort the files into a folder for each class, or "
+                f"data.train.label to the field, {_make_pattern_hint(key)}sort the files into a folder for each class, or "
                 "set model.condition=none"
             )
         self.size = {"none": 0, "class": len(classes or ())}.get(kind, 0)
@@ -142,7 +142,7 @@ class Conditions:
         return lines
 
 
-def _pattern_hint(key: str) -> str:
+def _make_pattern_hint(key: str) -> str:
     """Return a hint for file names that seem to hold several values, such as 7_jackson_32.wav."""
     separator = re.search(r"[^\W_]([_=,-])[^\W_]", Path(key).stem)
     pattern = f"(?P<label>[^/{separator[1]}]+){separator[1]}" if separator is not None else ""
@@ -171,10 +171,10 @@ def _read_vectors(table: Table) -> np.ndarray:
             "data.condition_field to the field"
         )
     lengths = table.lengths("condition")
-    other_lengths = np.flatnonzero(lengths != lengths[0]) if len(lengths) else lengths
-    if len(other_lengths):
-        first_key, differing_key = table.row("key", 0), table.row("key", int(other_lengths[0]))
+    differing_rows = np.flatnonzero(lengths != lengths[0]) if len(lengths) else lengths
+    if len(differing_rows):
+        first_key, differing_key = table.row("key", 0), table.row("key", int(differing_rows[0]))
         raise DataError(
-            f"{differing_key}: its condition has {lengths[other_lengths[0]]} numbers, but that of {first_key} has {lengths[0]}; give all conditions the same length"
+            f"{differing_key}: its condition has {lengths[differing_rows[0]]} numbers, but that of {first_key} has {lengths[0]}; give all conditions the same length"
         )
     return np.array(table.values("condition"), dtype=np.float32).reshape(len(table), -1)

@@ -54,12 +54,12 @@ class ShardWriter:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.columns, self.num_rows = folder, dict(columns), 0
         self.ends = dict.fromkeys((name for name, column in columns.items() if column.varying), 0)
-        self._open = ExitStack()
+        self._exit_stack = ExitStack()
         self._files: dict[str, BinaryIO] = {}
 
     def __enter__(self) -> ShardWriter:
         names = [*(f"{name}.bin" for name in self.columns), *(f"{name}.ends.bin" for name in self.ends)]
-        self._files = {name: self._open.enter_context((self.folder / name).open("wb")) for name in names}
+        self._files = {name: self._exit_stack.enter_context((self.folder / name).open("wb")) for name in names}
         return self
 
     def add(self, row: Mapping[str, Any]) -> None:
@@ -73,7 +73,7 @@ class ShardWriter:
         self.num_rows += 1
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        self._open.close()
+        self._exit_stack.close()
         if kind is None:
             _write_columns_file(self.folder, self.columns, self.num_rows)
 
@@ -171,10 +171,10 @@ class Table:
         if not column.varying:
             return values[number]
         ends = self.ends(name)
-        part = values[int(ends[number - 1]) if number else 0 : int(ends[number])]
+        row = values[int(ends[number - 1]) if number else 0 : int(ends[number])]
         if column.holds == "numbers":
-            return part
-        return part.tobytes().decode() if column.holds == "text" else part.tobytes()
+            return row
+        return row.tobytes().decode() if column.holds == "text" else row.tobytes()
 
     def lengths(self, name: str) -> np.ndarray:
         """Return the length of each row of a varying column."""

@@ -22,7 +22,7 @@ SPLIT_NAMES = ("train", "validation", "test")
 
 @dataclass(frozen=True)
 class SplitTable:
-    """The columns a split depends on, each (n,). Names are 64-bit hashes."""
+    """The columns a split depends on, each (n,). Keys, files and groups are 64-bit hashes of their names."""
 
     keys: np.ndarray
     """Hash of the row's key, or of its field data.split.field."""
@@ -53,11 +53,11 @@ def assign_splits(rows: SplitTable, options: Splitting, validation: float | None
     elif options.by == "stratified":
         splits = _split_by_class(keys, _require_column(rows.labels, options), validation, test)
     else:
-        unit, names, sizes = _find_units(rows, keys, options)
-        splits = _split_by_size(names, sizes, validation, test)[unit]
+        unit, hashes, sizes = _find_units(rows, keys, options)
+        splits = _split_by_size(hashes, sizes, validation, test)[unit]
     if options.folds is not None:
-        rest_rows = np.flatnonzero(splits == TRAIN)
-        splits[rest_rows[_assign_folds(rows, keys, options, rest_rows) == options.fold]] = VALIDATION
+        fold_rows = np.flatnonzero(splits == TRAIN)
+        splits[fold_rows[_assign_folds(rows, keys, options, fold_rows) == options.fold]] = VALIDATION
     requested = (True, validation is not None or options.folds is not None, test is not None)
     _check_not_empty(splits, requested, options)
     return splits
@@ -109,16 +109,16 @@ def _require_column(column: np.ndarray | None, options: Splitting) -> np.ndarray
 
 
 def _find_units(rows: SplitTable, keys: np.ndarray, options: Splitting) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the unit (row, file or group, which stays whole) of each row, and the hash and size of each unit."""
+    """Return the index of each row's unit (a row, file or group, which stays whole), and the hash and size of each unit."""
     sizes = np.ones(len(rows), np.int64) if rows.sizes is None else np.asarray(rows.sizes)
     if options.by == "fraction":
         return np.arange(len(rows)), keys, sizes
     column = _require_column(rows.files if options.by == "file" else rows.groups, options)
-    names, unit = np.unique(column, return_inverse=True)
+    hashes, unit = np.unique(column, return_inverse=True)
     # Summed as integers: the weights of bincount are floats, which round above 2^53.
-    totals = np.zeros(len(names), sizes.dtype)
+    totals = np.zeros(len(hashes), sizes.dtype)
     np.add.at(totals, unit, sizes)
-    return unit, _mix_seed(names.astype(np.uint64), options.seed), totals
+    return unit, _mix_seed(hashes.astype(np.uint64), options.seed), totals
 
 
 def _split_by_hash(keys: np.ndarray, validation: float | None, test: float | None) -> np.ndarray:
@@ -131,10 +131,10 @@ def _split_by_hash(keys: np.ndarray, validation: float | None, test: float | Non
     return splits
 
 
-def _split_by_size(names: np.ndarray, sizes: np.ndarray, validation: float | None, test: float | None) -> np.ndarray:
+def _split_by_size(hashes: np.ndarray, sizes: np.ndarray, validation: float | None, test: float | None) -> np.ndarray:
     """Split whole units in the order of their hashes as far as they fit, so that a new unit moves few others."""
-    splits = np.zeros(len(names), np.int8)
-    order = np.argsort(names, kind="stable")
+    splits = np.zeros(len(hashes), np.int8)
+    order = np.argsort(hashes, kind="stable")
     total = int(sizes.sum())
     for split, fraction, queue in ((VALIDATION, validation, order), (TEST, test, order[::-1])):
         remaining = queue[splits[queue] == TRAIN]
@@ -144,7 +144,7 @@ def _split_by_size(names: np.ndarray, sizes: np.ndarray, validation: float | Non
 
 
 def _choose_fitting_units(queue: np.ndarray, sizes: np.ndarray, room: float) -> np.ndarray:
-    """Return the units of the queue that fit into `room` one after the other, or the smallest unit if none fits."""
+    """Return the units, taken in the order of the queue, that fit into the total size `room`; the smallest if none fits."""
     chosen = []
     remaining = queue[sizes[queue] <= room]
     while len(remaining):
@@ -187,29 +187,29 @@ def _apportion(counts: np.ndarray, fraction: float | None, max_counts: np.ndarra
     return np.minimum(np.maximum(quotas, 1), np.maximum(max_counts, 0))
 
 
-def _assign_folds(rows: SplitTable, keys: np.ndarray, options: Splitting, rest_rows: np.ndarray) -> np.ndarray:
-    """Return the fold of each row of `rest`."""
+def _assign_folds(rows: SplitTable, keys: np.ndarray, options: Splitting, fold_rows: np.ndarray) -> np.ndarray:
+    """Return the fold (m,) of each of the rows `fold_rows` (m,), which are all rows but those of test."""
     num_folds = options.folds or 1
     if options.by == "hash":
         # The top 32 bits are enough for folds, and the product fits 64 bits.
-        return (keys[rest_rows] >> np.uint64(32)) * np.uint64(num_folds) >> np.uint64(32)
+        return (keys[fold_rows] >> np.uint64(32)) * np.uint64(num_folds) >> np.uint64(32)
     if options.by == "stratified":
         # Dealt class by class without restarting, so that classes and folds are both balanced to within one row.
-        order = np.lexsort((keys[rest_rows], _require_column(rows.labels, options)[rest_rows]))
-        fold = np.empty(len(rest_rows), np.int64)
-        fold[order] = np.arange(len(rest_rows)) % num_folds
+        order = np.lexsort((keys[fold_rows], _require_column(rows.labels, options)[fold_rows]))
+        fold = np.empty(len(fold_rows), np.int64)
+        fold[order] = np.arange(len(fold_rows)) % num_folds
         return fold
-    unit, names, sizes = _find_units(rows, keys, options)
-    present, local = np.unique(unit[rest_rows], return_inverse=True)
-    return _balance_folds(names[present], sizes[present], num_folds)[local]
+    unit, hashes, sizes = _find_units(rows, keys, options)
+    present, local = np.unique(unit[fold_rows], return_inverse=True)
+    return _balance_folds(hashes[present], sizes[present], num_folds)[local]
 
 
-def _balance_folds(names: np.ndarray, sizes: np.ndarray, num_folds: int) -> np.ndarray:
+def _balance_folds(hashes: np.ndarray, sizes: np.ndarray, num_folds: int) -> np.ndarray:
     """Assign units in the order of their hashes to the fold that is smallest so far."""
-    order = np.argsort(names, kind="stable")
-    fold = np.empty(len(names), np.int64)
+    order = np.argsort(hashes, kind="stable")
+    fold = np.empty(len(hashes), np.int64)
     if len(sizes) and (sizes == sizes[0]).all():
-        fold[order] = np.arange(len(names)) % num_folds
+        fold[order] = np.arange(len(hashes)) % num_folds
         return fold
     heap = [(0, 0, number) for number in range(num_folds)]
     for i in order.tolist():
