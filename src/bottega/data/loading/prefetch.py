@@ -1,4 +1,4 @@
-"""Build batches ahead of time: in this thread, in a background thread, or in worker processes.
+"""Build batches on request in this thread, or ahead of time in a background thread or worker processes.
 
 The stream is `make(start), make(start + 1), ...` in each case; a worker that is killed or stopped is replaced, and its
 steps are built again.
