@@ -65,7 +65,7 @@ def find_source_ids(samples: Source, rows_per_source: Sequence[int]) -> np.ndarr
     documents_at = getattr(samples, "documents_at", None)
     index = np.arange(len(samples))
     if documents_at is None:
-        assert len(samples) == ends[-1], "expected one sample per row"
+        assert len(samples) == ends[-1], f"expected one sample per row, got {len(samples)} samples of {ends[-1]} rows"
         return np.searchsorted(ends, index, side="right")
     first_source, last_source = (np.searchsorted(ends, row, side="right") for row in documents_at(index))
     return np.where(first_source == last_source, first_source, NO_SOURCE)
