@@ -123,7 +123,8 @@ class Facts(Source):
     """An endless stream of segments `(segment_length,)` in order: an epoch continues where the previous one ended.
 
     Segment i states `num_pairs` keys with changing values, in turn, and one key with a lasting value. It queries facts stated
-    `distance` to 2 * `distance` segments ago; while no segment is that old, it queries keys whose target is -100. Lasting values are queried in `Lasting` only, so that they cannot be learned by the weights.
+    `distance` to 2 * `distance` segments ago; as long as no segment is that old, the target of a query is -100. Lasting values
+    are queried in `Lasting` only, so that they cannot be learned by the weights.
     """
 
     tokens: Tokens

@@ -59,7 +59,8 @@ class Loader:
                 divisors = [n for n in range(1, batch_size + 1) if batch_size % n == 0]
                 raise UsageError(
                     f"{key}={batch_size} cannot be divided equally among {self.data_size} processes; "
-                    f"use a multiple of {self.data_size}, or a number of processes that divides it ({', '.join(map(str, divisors))})"
+                    f"use a multiple of {self.data_size}, or a number of processes that divides it "
+                    f"({', '.join(map(str, divisors))})"
                 )
 
     @cached_property
@@ -146,10 +147,10 @@ def iter_eval_batches(
     data_size: int = 1,
     limit: int | None = None,
 ) -> Iterator[Batch]:
-    """Yield this process's part of every sample exactly once; `limit` is the number of samples, the first ones of the source.
+    """Yield this process's part of batches with every sample exactly once, or with the first `limit` samples.
 
-    Samples come in the order of the source, or sorted by length if the source has a `length_order`. A batch that the ranks cannot
-    divide equally is filled up with its last row, and then has "weight" (batch,), 0 for the filler and 1 otherwise, on
+    Samples come in the order of the source, or sorted by length if the source has a `length_order`. A batch that the ranks
+    cannot divide equally is filled up with its last row, and then has "weight" (batch,), 0 for the filler and 1 otherwise, on
     every rank. "index" (batch,) is the index of each sample, from which evaluation noise is drawn.
     """
     size = len(source) if limit is None else min(limit, len(source))

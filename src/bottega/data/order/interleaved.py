@@ -22,7 +22,7 @@ class Interleaved(Source):
     """
 
     def __init__(self, source: Source, rows_per_source: Sequence[int], *, name: str) -> None:
-        """`rows_per_source` is the number of table rows of each source, in order; `name` is the key of the data for messages."""
+        """`rows_per_source` is the number of table rows of each source, in order; `name` is validation or test, for messages."""
         self.source = source
         ids = find_source_ids(source, rows_per_source)
         for source_id in range(len(rows_per_source)):

@@ -54,7 +54,7 @@ def prepare_media(recipe: MediaRecipe, *, progress: ProgressCallback, cache: Pat
         split_fractions=fractions,
         data=recipe.data,
         rules=rules,
-        build_encoder=lambda texts, folder, progress: encoder,
+        build_encoder=lambda planned, folder, progress: encoder,
         options=(encoder,),
         metadata=metadata,
         label_field=data.condition_field if condition == "class" else None,
@@ -87,8 +87,8 @@ def prepare_vectors(data: RoutingData, *, progress: ProgressCallback, cache: Pat
         split_fractions=fractions,
         data=data,
         rules=rules,
-        build_encoder=lambda texts, folder, progress: replace(
-            encoder, tables=tuple(folder / table for table in texts.plan.tables)
+        build_encoder=lambda planned, folder, progress: replace(
+            encoder, tables=tuple(folder / table for table in planned.plan.tables)
         ),
         options=(encoder,),
         num_classes=data.num_labels if is_synthetic else None,

@@ -352,8 +352,8 @@ def _check_labels(plan: PreparationPlan, folder: Path) -> None:
         absent = [label for label in labels if label not in present]
         if absent:
             raise DataError(
-                f"{input.source_files.root}: no record has the class {absent[0]!r} of data.train.labels, only "
-                f"{', '.join(sorted(present))}; remove it from labels"
+                f"{input.source_files.root}: no record has the class {absent[0]!r} of data.train.labels (those with "
+                f"records: {', '.join(sorted(present))}); remove it"
             )
 
 

@@ -43,7 +43,8 @@ def train_clip_tokenizer(tables: Sequence[Table], *, content: str, vocab_size: i
 
 
 def train_clip_bpe(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
-    """Train a CLIP tokenizer of at most `vocab_size` tokens: all bytes, all bytes at the end of a word, merges, and two special tokens."""
+    """Train a CLIP tokenizer of at most `vocab_size` tokens: all bytes, all bytes at the end of a word, merges, and two special
+    tokens."""
     minimum = 2 * len(SYMBOLS) + 2
     if vocab_size < minimum:
         raise UsageError(

@@ -88,7 +88,7 @@ def _hash_words(text: str) -> np.ndarray:
 
 
 def _hash_runs(words: np.ndarray, length: int) -> np.ndarray:
-    """Return a hash of each run of `length` words: a polynomial in the words' hashes, mixed so that its high bits depend on all of it."""
+    """Return a hash of each run of `length` words: a polynomial in their hashes, mixed so that its high bits depend on all of it."""
     num_runs = len(words) - length + 1
     value = np.zeros(num_runs, dtype=np.uint64)
     for offset in range(length):
@@ -127,7 +127,7 @@ def find_near_unique(signatures: np.ndarray, threshold: float) -> np.ndarray:
 
 
 def _hash_band(band: np.ndarray) -> np.ndarray:
-    """Return a hash of each text from one band of its signature `(texts, rows_per_band)`; collisions are resolved by comparing whole signatures."""
+    """Return a hash of each text's values in one band `(texts, rows_per_band)`; whole signatures are compared afterwards."""
     keys = np.zeros(len(band), dtype=np.uint64)
     for column in band.T:
         keys = (keys ^ column) * np.uint64(0x9E3779B97F4A7C15)
@@ -138,7 +138,7 @@ def _hash_band(band: np.ndarray) -> np.ndarray:
 def _join_groups(
     parents: np.ndarray, signatures: np.ndarray, order: np.ndarray, keys: np.ndarray, min_agreements: int
 ) -> None:
-    """Join the groups of texts that share a key and agree in `min_agreements` hashes. `order` sorts the texts by key, then by index.
+    """Join the groups of texts that share a key and agree in `min_agreements` hashes. `order` sorts texts by key, then by index.
 
     All texts of a key are compared with the first of them, and those that differ from it are compared again among
     themselves, so that no list of pairs is built. Two similar texts of which only one resembles the first are found by

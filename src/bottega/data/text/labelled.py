@@ -86,7 +86,7 @@ class TextCollator:
     def gather(
         self, values: np.ndarray, starts: np.ndarray, ends: np.ndarray, *, length_limit: int | None = None
     ) -> dict[str, np.ndarray]:
-        """Return `input_ids` and `attention_mask`, int32 `(batch, T)`, of the texts values[start:end]; T is at most `length_limit`."""
+        """Return `input_ids` and `attention_mask`, int32 `(batch, T)` with T up to `length_limit`, of the texts values[start:end]."""
         lengths = self.compute_lengths(ends - starts)
         T = -(-int(lengths.max(initial=1)) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
         T = min([T, *(limit for limit in (length_limit, self.max_length) if limit is not None)])
