@@ -86,10 +86,10 @@ def test_single_file_is_a_contact_sheet_in_the_format_of_its_suffix(tmp_path: Pa
     with Image.open(file) as image:
         assert image.format == {".png": "PNG", ".webp": "WEBP"}.get(suffix, "JPEG")
     drawn = decode_image(file, channels=3)
-    wide, tall = 4 * (96 + 8) + 8, 96 + 2 * 8  # enlarged twice, gaps of 8
-    assert drawn.shape == (tall, wide, 3)
+    width, height = 4 * (96 + 8) + 8, 96 + 2 * 8  # enlarged twice, gaps of 8
+    assert drawn.shape == (height, width, 3)
     for number, shade in enumerate((0, 80, 160, 240)):
-        middle = drawn[tall // 2, 8 + 48 + number * 104]
+        middle = drawn[height // 2, 8 + 48 + number * 104]
         assert np.abs(middle.astype(int) - shade).max() <= 2
 
 
@@ -142,15 +142,15 @@ def test_clipping_audio_is_scaled_and_non_finite_samples_are_zero(tmp_path: Path
     assert back.max() > 0.99
 
 
-@pytest.mark.parametrize(("suffix", "close"), [(".flac", 1 / 32768), (".ogg", 0.05)])
-def test_other_audio_formats_round_trip(tmp_path: Path, suffix: str, close: float) -> None:
+@pytest.mark.parametrize(("suffix", "tolerance"), [(".flac", 1 / 32768), (".ogg", 0.05)])
+def test_other_audio_formats_round_trip(tmp_path: Path, suffix: str, tolerance: float) -> None:
     soundfile = pytest.importorskip("soundfile")
     # Writing a minute at 48 kHz in one call crashes libsndfile's Vorbis encoder.
     audio = build_tone(60 if suffix == ".ogg" else 1, rate=48_000)
     write_audio(audio, 48_000, tmp_path / f"a{suffix}")
     back, rate = soundfile.read(tmp_path / f"a{suffix}")
     assert (rate, len(back)) == (48_000, len(audio))
-    assert np.abs(back - audio)[1000:-1000].max() <= close
+    assert np.abs(back - audio)[1000:-1000].max() <= tolerance
 
 
 def test_audio_folder_has_spectrograms(tmp_path: Path) -> None:
@@ -212,11 +212,11 @@ def test_gif_colours_are_dithered(tmp_path: Path) -> None:
     write_video(frames, 8, tmp_path / "a.gif")
     back, _ = read_gif(tmp_path / "a.gif")
     error = back.astype(float) - frames
-    near = np.sqrt((error**2).mean())
-    assert near < 10
+    pixel_error = np.sqrt((error**2).mean())
+    assert pixel_error < 10
     # With dithering, errors cancel over 4 x 4 pixels (a quarter remains; without it four fifths).
-    far = np.sqrt((error.reshape(3, 40, 4, 40, 4, 3).mean((2, 4)) ** 2).mean())
-    assert far < 0.4 * near
+    block_error = np.sqrt((error.reshape(3, 40, 4, 40, 4, 3).mean((2, 4)) ** 2).mean())
+    assert block_error < 0.4 * pixel_error
 
 
 @pytest.mark.parametrize("suffix", [".gif", ".mp4"])
@@ -230,8 +230,8 @@ def test_small_videos_are_enlarged_by_an_integer_factor(tmp_path: Path, suffix: 
     if suffix == ".gif":
         back = read_gif(tmp_path / "a.gif")[0]
     else:
-        rate, shown = read_frames(tmp_path / "a.mp4")
-        back = np.stack(list(shown))
+        rate, decoded = read_frames(tmp_path / "a.mp4")
+        back = np.stack(list(decoded))
         assert rate == 10
     assert back.shape == large.shape
     assert ((back > 127) == (large > 127)).mean() > 0.999
@@ -251,8 +251,8 @@ def test_mp4_with_odd_sides_round_trips_in_colour(
     for number, frame in enumerate(frames):
         frame[:, : 12 * (number + 1)] = (220, 40, 90)
     write_video(frames, 23.976, tmp_path / "a.mp4")
-    rate, shown = read_frames(tmp_path / "a.mp4")
-    back = np.stack(list(shown))
+    rate, decoded = read_frames(tmp_path / "a.mp4")
+    back = np.stack(list(decoded))
     assert rate == pytest.approx(23.976, abs=1e-3)
     assert back.shape == (9, 132, 156, 3)
     assert np.abs(back[:, :131, :155].astype(float) - frames).mean() < 4
@@ -280,8 +280,8 @@ def test_video_folder_has_an_animated_and_a_still_sheet(
     assert len(moving) == 7
     for number in range(3):
         row, column = divmod(number, 2)
-        at = 8 + 48 + row * (96 + 18 + 8), 8 + 48 + column * (96 + 8)
-        assert np.abs(moving[:, at[0], at[1]].astype(int) - videos[number, :, 0, 0]).max() <= 3
+        y, x = 8 + 48 + row * (96 + 18 + 8), 8 + 48 + column * (96 + 8)
+        assert np.abs(moving[:, y, x].astype(int) - videos[number, :, 0, 0]).max() <= 3
     strip = decode_image(files[-1], channels=3)
     assert strip.shape == (8 + 3 * (96 + 18 + 8), 8 + 3 * (96 + 8), 3)
     for number in range(3):

@@ -18,8 +18,8 @@ def augment(
 
     For a text the result is a list of `augmentation_factor` texts, otherwise an array of the same shape as the sample: an
     image is uint8 `(height, width, channels)`, a video uint8 `(frames, height, width, channels)`, with all frames augmented
-    alike, and audio float32 `(samples,)` at the sample rate `rate`. The result is a function of the
-    sample, `seed`, `epoch` and `index`.
+    alike, and audio float32 `(samples,)` at the sample rate `rate` in Hz. The result is a function of the
+    sample, `seed`, `index` and, except for a text, `epoch`.
     """
     if isinstance(sample, str):
         from bottega.data.text.augment import make_augmented_copies

@@ -78,7 +78,7 @@ def explain_write_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         filename = os.fsdecode(error.filename) if error.filename is not None else ""
-        # Errors of reading name another file than the output, its temporary sibling or its parents.
+        # An error about a file other than the output, its temporary sibling or its parents is not an error of writing.
         if filename and path.name not in filename and Path(filename).resolve() not in path.resolve().parents:
             raise
         raise _add_remedy(error, path) from None

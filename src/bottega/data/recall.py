@@ -123,8 +123,8 @@ class Facts(Source):
     """An endless stream of segments `(segment_length,)` in order: an epoch continues where the previous one ended.
 
     Segment i states `num_pairs` keys with changing values, in turn, and one key with a lasting value. It queries facts stated
-    `distance` to 2 * `distance` segments ago; before there was such a segment it queries a key without a value, which has no
-    target. Lasting values are queried in `Lasting` only, so that they cannot be learned by the weights.
+    `distance` to 2 * `distance` segments ago; as long as no segment is that old, the target of a query is -100. Lasting values
+    are queried in `Lasting` only, so that they cannot be learned by the weights.
     """
 
     tokens: Tokens
@@ -135,6 +135,7 @@ class Facts(Source):
     num_pairs: int
     num_questions: int
     restated: int
+    """Number of times that a changing value is stated before the key gets another one."""
     seed: int
     count: int
 
@@ -169,7 +170,7 @@ class Facts(Source):
         return {"tokens": tokens, "answers": answers, "stated": stated, "queried": self.tokens.key(queried_keys)}
 
     def _compute_changing_fact(self, number: np.ndarray, pair: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the `pair`-th key that segment `number` states, and its value there."""
+        """Return the index of the `pair`-th key that segment `number` states, and the index of its value there."""
         turn, key = np.divmod(number * self.num_pairs + pair, self.num_changing)
         return key, self._draw_value("changing", key + self.num_changing * (turn // self.restated))
 
@@ -223,12 +224,12 @@ class Lasting(Source):
 
 
 def _draw_integers(noise: Noise, name: str, shape: tuple[int, ...], limit: int) -> np.ndarray:
-    """Draw integers `(samples, *shape)` uniformly from 0 to `below` - 1."""
+    """Draw integers `(samples, *shape)` uniformly from 0 to `limit` - 1."""
     return (noise.uniform(name, shape) * limit).astype(np.int64)
 
 
 def _draw_distinct(noise: Noise, name: str, limit: int, count: int) -> np.ndarray:
-    """Draw `(samples, count)` distinct integers below `among`, in random order."""
+    """Draw `(samples, count)` distinct integers below `limit`, in random order."""
     return np.argsort(noise.uniform(name, (limit,)), axis=1, kind="stable")[:, :count]
 
 

@@ -71,9 +71,10 @@ def test_fewer_samples_than_a_batch_are_refused_with_both_numbers() -> None:
         Loader(build_source(3), 12, seed=0)
 
 
-def test_indivisible_batch_size_is_refused_with_the_sizes_that_fit() -> None:
+def test_indivisible_batch_size_is_refused_with_the_process_counts_that_fit() -> None:
     with pytest.raises(
-        UsageError, match=r"training.batch_size=8 .* 3 processes; use a multiple of 3, or one of 1, 2, 4, 8 processes"
+        UsageError,
+        match=r"training.batch_size=8 .* 3 processes; use a multiple of 3, or a number of processes that divides it \(1, 2, 4, 8\)",
     ):
         Loader(build_source(30), 8, seed=0, data_size=3)
 
@@ -103,7 +104,7 @@ def test_curriculum_stages_have_their_own_batch_sizes() -> None:
 def test_indivisible_stage_batch_size_is_refused_by_name() -> None:
     with pytest.raises(
         UsageError,
-        match=r"curriculum\.stages\[2\]\.batch_size=6 .* 4 processes; use a multiple of 4, or one of 1, 2, 3, 6 processes",
+        match=r"curriculum\.stages\[2\]\.batch_size=6 .* 4 processes; use a multiple of 4, or a number of processes that divides it \(1, 2, 3, 6\)",
     ):
         build_staged_loader(data_size=4)
 
@@ -140,11 +141,11 @@ class RecordingCallback(Callback):
 
     def __init__(self) -> None:
         self.samples: list[int] = []
-        self.per_log: list[int] = []
+        self.samples_per_log: list[int] = []
 
     def after_step(self, progress: Progress, metrics: dict[str, float]) -> None:
         self.samples.append(progress.samples)
-        self.per_log.append(round(metrics["samples_per_second"] * metrics["step_seconds"] * 3))
+        self.samples_per_log.append(round(metrics["samples_per_second"] * metrics["step_seconds"] * 3))
 
 
 def test_trainer_counts_the_samples_of_every_stage() -> None:
@@ -158,7 +159,7 @@ def test_trainer_counts_the_samples_of_every_stage() -> None:
     )
     assert trainer.run().samples == engine.samples == 12 + 16 + 24
     assert callback.samples == [12, 34, 52]
-    assert callback.per_log == [12, 22, 18]
+    assert callback.samples_per_log == [12, 22, 18]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])

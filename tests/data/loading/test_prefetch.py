@@ -90,10 +90,9 @@ def build_slowly(step: int) -> Batch:
 @pytest.mark.parametrize("depth", [0, 2])
 def test_errors_are_raised_unchanged_after_the_batches_before_them(workers: int, depth: int) -> None:
     source = FailingSource(DataError("row 3 is broken"))
-    good = [step for step in range(10) if 3 not in Loader(source, 1, seed=0).indices(step)[0]]
-    expected = next(step for step in range(10) if step not in good)
+    failing_step = next(step for step in range(10) if 3 in Loader(source, 1, seed=0).indices(step)[0])
     stream = Loader(source, 1, seed=0, workers=workers, prefetch=depth)(0)
-    assert len(list(islice(stream, expected))) == expected
+    assert len(list(islice(stream, failing_step))) == failing_step
     with pytest.raises(DataError, match="row 3 is broken"):
         next(stream)
     assert not list_workers()
@@ -179,22 +178,22 @@ SCRIPT = """
     from bottega.data.sources.source import Source
 
     class Slow(Source):
-        patience = 0
+        seconds_per_batch = 0
         fingerprint = "slow"
         def __len__(self): return 100
         def describe(self, index, epoch): return ""
         def rows(self, index, epoch):
             assert "torch" not in sys.modules
-            if self.patience:
+            if self.seconds_per_batch:
                 os.write(1, b"working\\n")  # atomic when two processes write at once
-            time.sleep(self.patience)
+            time.sleep(self.seconds_per_batch)
             return {"x": index}
 """
 
 
-def run_script(tmp_path: Any, body: str, *, module: bool) -> subprocess.Popen[str]:
+def run_script(tmp_path: Any, body: str, *, in_module: bool) -> subprocess.Popen[str]:
     source = textwrap.dedent(SCRIPT)
-    if module:
+    if in_module:
         (tmp_path / "own_source.py").write_text(source)
         source = "import sys\nfrom own_source import Slow\nfrom bottega.data.loading.loader import Loader\n"
     (tmp_path / "script.py").write_text(source + textwrap.dedent(body))
@@ -210,12 +209,12 @@ def test_a_script_without_main_guard_works_and_workers_do_not_import_torch(tmp_p
         print(len(next(stream)["x"]))
         stream.close()
     """
-    out, err = run_script(tmp_path, body, module=True).communicate(timeout=100)
+    out, err = run_script(tmp_path, body, in_module=True).communicate(timeout=100)
     assert out.split() == ["started", "4"], err
 
 
 def test_source_defined_in_the_script_is_refused_with_the_remedy(tmp_path: Any) -> None:
-    process = run_script(tmp_path, "next(Loader(Slow(), 4, seed=0, workers=1)(0))", module=False)
+    process = run_script(tmp_path, "next(Loader(Slow(), 4, seed=0, workers=1)(0))", in_module=False)
     _, err = process.communicate(timeout=100)
     assert "UsageError" in err
     assert "define its classes in an importable module" in err
@@ -225,13 +224,13 @@ def test_workers_die_with_their_parent_even_in_the_middle_of_a_batch(tmp_path: A
     body = """
         import threading
         source = Slow()
-        source.patience = 60
+        source.seconds_per_batch = 60
         stream = Loader(source, 4, seed=0, workers=2)(0)
         threading.Thread(target=next, args=(stream,), daemon=True).start()
         print("ready", flush=True)
         threading.Event().wait()
     """
-    process = run_script(tmp_path, body, module=True)
+    process = run_script(tmp_path, body, in_module=True)
     assert process.stdout is not None
     assert process.stderr is not None
     assert process.stdout.readline() == "ready\n"

@@ -31,14 +31,14 @@ def build_batch(number: int, size: int = MIN_SHARED_BYTES) -> dict[str, Any]:
     }
 
 
-def check_equal(got: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert got.keys() == expected.keys()
+def check_equal(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
         if isinstance(value, dict):
-            check_equal(got[name], value)
+            check_equal(actual[name], value)
         else:
-            assert got[name].dtype == value.dtype
-            assert np.array_equal(got[name], value)
+            assert actual[name].dtype == value.dtype
+            assert np.array_equal(actual[name], value)
 
 
 @pytest.mark.parametrize("size", [16, MIN_SHARED_BYTES - 8, MIN_SHARED_BYTES, 3 * MIN_SHARED_BYTES + 8])

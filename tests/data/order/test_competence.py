@@ -53,18 +53,18 @@ def make_order(
 @given(
     size=st.integers(60, 400),
     steps=st.integers(1, 120),
-    more=st.integers(0, 60),
+    extra_steps=st.integers(0, 60),
     initial=st.floats(0.15, 0.9),
     power=st.floats(0.5, 4),
     batch_size=st.sampled_from([1, 2, 8]),
 )
 def test_available_samples_follow_the_competence_up_to_all(
-    size: int, steps: int, more: int, initial: float, power: float, batch_size: int
+    size: int, steps: int, extra_steps: int, initial: float, power: float, batch_size: int
 ) -> None:
     competence = Competence.model_validate({"initial": initial, "steps": steps, "power": power})
-    order, ranks = make_order(competence, size=size, total=steps + more, batch_size=batch_size)
+    order, ranks = make_order(competence, size=size, total=steps + extra_steps, batch_size=batch_size)
     loader = Loader(ArraySource({"x": ranks}), batch_size, seed=0, order=order)
-    for step in range(steps + more):
+    for step in range(steps + extra_steps):
         available = compute_competence(step, competence, steps=steps)
         index, _ = loader.indices(step)
         assert ranks[index].max() < available * size + 1e-6
@@ -162,7 +162,7 @@ STAGES = [
     {"share": 0.7, "steps": "50%", "batch_size": 6},
     {"share": 1.0, "steps": 1, "learning_rate": 1e-4},
 ]
-PEAKS, SIZES, FIRSTS = (1e-2, 2e-3, 1e-4), (4, 6, 8), (0, 2, 6)
+PEAK_LEARNING_RATES, BATCH_SIZES, FIRST_STEPS = (1e-2, 2e-3, 1e-4), (4, 6, 8), (0, 2, 6)
 COMMON = {"training.learning_rate": 2e-3, "training.batch_size": 8, "training.scheduler.eta_min": 1e-5}
 
 
@@ -194,15 +194,15 @@ def test_each_stage_has_its_fraction_batch_size_and_learning_rate(medium: Any, t
     assert count_total_steps(recipe, loader) == 8
     ranks = np.argsort(rank_samples(source, "hardness"))
     for step in range(8):
-        stage = sum(step >= first for first in FIRSTS) - 1
+        stage = sum(step >= first for first in FIRST_STEPS) - 1
         index, _ = loader.indices(step)
-        assert len(index) == SIZES[stage]
+        assert len(index) == BATCH_SIZES[stage]
         assert ranks[index].max() < max(1, round(STAGES[stage]["share"] * len(source)))
     run = bottega.train(recipe=name, overrides={**values, **COMMON, **curriculum, "name": "staged"})
     rates = [row["learning_rate"] for row in run.history() if row["kind"] == "train"]
     for step, rate in enumerate(rates):
-        stage = sum(step >= first for first in FIRSTS) - 1
-        peak = PEAKS[stage]
+        stage = sum(step >= first for first in FIRST_STEPS) - 1
+        peak = PEAK_LEARNING_RATES[stage]
         shape = Schedule(recipe.training.scheduler.name, total=8, warmup=2, floor=min(1.0, 1e-5 / peak))
         assert rate == peak * shape(step)
 

@@ -53,19 +53,19 @@ def test_support_and_query_are_disjoint_samples_of_the_same_tasks(
 
 
 @given(index=st.integers(0, 99), epoch=st.integers(0, 3))
-def test_classes_are_renumbered_one_to_one(index: int, epoch: int) -> None:
+def test_classes_are_relabelled_one_to_one(index: int, epoch: int) -> None:
     rows = make_episodes(ways=4, relabelled_field="label").rows(np.array([index]), np.array([epoch]))
     pairs = {
         (int(number) % 6, int(label))
         for part in rows.values()
         for number, label in zip(part["number"][0], part["label"][0], strict=True)
     }
-    assert len(pairs) == 4, "a class has several numbers"
+    assert len(pairs) == 4, "a class has several labels"
     assert {label for _, label in pairs} == set(range(4))
     assert rows["support"]["label"].dtype == np.int32
 
 
-def test_class_numbers_are_uniform() -> None:
+def test_new_labels_are_uniform() -> None:
     """Six classes at three positions, 100 times each on average: the 99.9th percentile of chi-square(10) is 29.6."""
     dataset, counts = make_episodes(ways=3, length=600), np.zeros((6, 3))
     for index in range(600):
@@ -159,7 +159,7 @@ def test_tables_are_grouped_by_labels_and_fields(tmp_path: Path) -> None:
     rows = dataset.rows(np.arange(4), np.zeros(4, np.int64))
     assert rows["support"]["input_ids"].shape[:2] == (4, 6)
     assert rows["support"]["input_ids"].shape[2] == rows["query"]["input_ids"].shape[2]
-    assert "numbered" not in dataset.describe(0, 0)
+    assert "relabelled" not in dataset.describe(0, 0)
     assert dataset.describe(0, 0).startswith("episode 0, epoch 0: tasks ")
     with pytest.raises(UsageError, match=r"no field 'speaker'; choose from .*label.*source"):
         episodes.group_by_field(texts, "speaker")  # type: ignore[arg-type]

@@ -34,7 +34,7 @@ from bottega.data.sources.take import Take
 from operations import count_operations
 
 SIZES = (70, 33, 17)
-HARDER = np.random.default_rng(0).permutation(120)
+RANKING = np.random.default_rng(0).permutation(120)
 STAGES = (
     CurriculumStage(0, 24, 30),
     CurriculumStage(7, 48, 80, replay_fraction=0.25),
@@ -46,7 +46,7 @@ ORDERS: dict[str, Order] = {
     "mixture": Mixture(SIZES, (0.7, 0.2, 0.1), seed=5),
     "odd mixture": Mixture(SIZES, (1.0, 0.123456789, 3.14159), seed=5),
     "coarse mixture": Mixture(SIZES, (0.7, 0.2, 0.1), seed=5, slot_size=24),
-    "staged": CurriculumOrder(HARDER, STAGES, seed=5),
+    "staged": CurriculumOrder(RANKING, STAGES, seed=5),
 }
 SOURCE = ArraySource({"x": np.arange(120)})
 
@@ -91,7 +91,7 @@ def test_positions_of_any_shape_are_random_access(name: str, data: st.DataObject
 
 
 @orders
-def test_each_epoch_has_every_sample_once(name: str) -> None:
+def test_no_sample_is_twice_in_one_epoch_and_none_is_left_out(name: str) -> None:
     order = ORDERS[name]
     index, epoch = order.indices(np.arange(5000))
     assert max(Counter(zip(index.tolist(), epoch.tolist(), strict=True)).values()) == 1
@@ -265,16 +265,16 @@ def test_stages_use_the_easiest_samples_and_their_replay_fraction(
     assert len(set(pairs)) == len(pairs)
 
 
-def test_stage_order_depends_on_its_number_alone() -> None:
-    late = (CurriculumStage(0, 8, 30), CurriculumStage(10, 16, 90))
-    later = (CurriculumStage(0, 8, 60), CurriculumStage(25, 16, 90))
-    first, second = (CurriculumOrder(HARDER, stages, seed=1) for stages in (late, later))
+def test_order_of_a_stage_does_not_depend_on_the_stages_before_it() -> None:
+    short = (CurriculumStage(0, 8, 30), CurriculumStage(10, 16, 90))
+    long = (CurriculumStage(0, 8, 60), CurriculumStage(25, 16, 90))
+    first, second = (CurriculumOrder(RANKING, stages, seed=1) for stages in (short, long))
     assert np.array_equal(first.indices(80 + np.arange(500))[0], second.indices(200 + np.arange(500))[0])
-    same = CurriculumOrder(HARDER, (CurriculumStage(0, 16, 90), CurriculumStage(10, 16, 90)), seed=1).indices(
+    same = CurriculumOrder(RANKING, (CurriculumStage(0, 16, 90), CurriculumStage(10, 16, 90)), seed=1).indices(
         np.arange(320)
     )[0]
     assert not np.array_equal(same[:160], same[160:])
-    other = CurriculumOrder(HARDER, late, seed=2)
+    other = CurriculumOrder(RANKING, short, seed=2)
     assert not np.array_equal(first.indices(80 + np.arange(500))[0], other.indices(80 + np.arange(500))[0])
 
 

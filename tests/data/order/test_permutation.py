@@ -83,9 +83,9 @@ def test_large_permutations_run_in_blocks_with_about_two_passes_per_index(monkey
     monkeypatch.setattr(
         permutation,
         "_apply_feistel",
-        lambda values, *rest, _original=permutation._apply_feistel, **options: (
+        lambda values, *arguments, _original=permutation._apply_feistel, **options: (
             block_sizes.append(len(values)),
-            _original(values, *rest, **options),
+            _original(values, *arguments, **options),
         )[1],
     )
     positions = np.arange(1 << 18)

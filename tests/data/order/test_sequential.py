@@ -27,11 +27,12 @@ from bottega.tasks.language.prepare import prepare_language
 SIZES = st.lists(st.integers(1, 40), min_size=2, max_size=4).map(tuple)
 
 
-def quiet(stage: str, done: int, total: int) -> None: ...
+def ignore_progress(stage: str, done: int, total: int) -> None:
+    """Show no progress bar."""
 
 
-def plan_order(sizes: tuple[int, ...], batch: int, epochs: int, **more: Any) -> Sequential:
-    return Sequential(sizes, seed=3, **more).plan_turns(10**6, batch, epochs=epochs)
+def plan_order(sizes: tuple[int, ...], batch: int, epochs: int, **options: Any) -> Sequential:
+    return Sequential(sizes, seed=3, **options).plan_turns(10**6, batch, epochs=epochs)
 
 
 def find_owners(order: Sequential, index: np.ndarray) -> np.ndarray:
@@ -57,15 +58,15 @@ def test_each_source_has_its_epochs_before_the_next_starts(sizes: Any, batch: in
 
 
 @given(SIZES, st.integers(1, 9), st.integers(0, 10**12), st.sampled_from([0.0, 0.2, 1 / 3]))
-def test_sample_is_a_function_of_its_position(sizes: Any, batch: int, far: int, fraction: float) -> None:
+def test_sample_is_a_function_of_its_position(sizes: Any, batch: int, far_position: int, fraction: float) -> None:
     order = plan_order(sizes, batch, 2, replay_fraction=fraction)
-    positions = np.r_[np.arange(3 * sum(sizes)), far + np.arange(5)]
+    positions = np.r_[np.arange(3 * sum(sizes)), far_position + np.arange(5)]
     index, epoch = order.indices(positions)
-    some = np.random.default_rng(0).permutation(len(positions))[:7]
+    chosen = np.random.default_rng(0).permutation(len(positions))[:7]
     rebuilt = Sequential(sizes, seed=3, replay_fraction=fraction, turn_lengths=order.turn_lengths).indices(
-        positions[some]
+        positions[chosen]
     )
-    np.testing.assert_array_equal(rebuilt, (index[some], epoch[some]))
+    np.testing.assert_array_equal(rebuilt, (index[chosen], epoch[chosen]))
     assert epoch.max() < order.num_epochs(int(positions.max()) + 1)
 
 
@@ -137,16 +138,16 @@ def test_turn_lengths_are_proportional_to_source_sizes() -> None:
 
 
 @given(st.lists(st.integers(1, 30), min_size=2, max_size=4), st.integers(1, 120))
-def test_every_prefix_of_held_out_data_is_balanced_over_sources(rows: list[int], first: int) -> None:
+def test_every_prefix_of_held_out_data_is_balanced_over_sources(rows: list[int], prefix: int) -> None:
     samples = Interleaved(ArraySource({"x": np.arange(sum(rows))}), rows, name="validation")
     index = np.arange(len(samples))
     loaded = samples.rows(index, np.zeros_like(index))
     assert sorted(loaded["x"]) == list(range(sum(rows)))
     np.testing.assert_array_equal(loaded["source"], np.searchsorted(np.cumsum(rows), loaded["x"], side="right"))
     assert [samples.inner_index(i) for i in index] == loaded["x"].tolist()
-    first = min(first, sum(rows))
-    counts = np.bincount(loaded["source"][:first], minlength=len(rows))
-    assert (np.abs(counts - first * np.array(rows) / sum(rows)) <= len(rows)).all()
+    prefix = min(prefix, sum(rows))
+    counts = np.bincount(loaded["source"][:prefix], minlength=len(rows))
+    assert (np.abs(counts - prefix * np.array(rows) / sum(rows)) <= len(rows)).all()
 
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
@@ -161,7 +162,7 @@ def write_texts(folder: Path, count: int = 40) -> str:
 
 def prepare(folder: Path, **data: Any) -> Any:
     spec = TokenizerSpec(kind="words", min_frequency=1)
-    return prepare_classify(ClassifyData(**data), spec, seed=0, progress=quiet, cache=folder / "cache")
+    return prepare_classify(ClassifyData(**data), spec, seed=0, progress=ignore_progress, cache=folder / "cache")
 
 
 def select_labels(path: str, *labels: Any) -> dict[str, Any]:
@@ -207,14 +208,16 @@ def test_label_without_records_is_named(tmp_path: Path) -> None:
 def test_windows_across_sources_belong_to_none(tmp_path: Path) -> None:
     paths = [write_jsonl(tmp_path / f"{name}.jsonl", [{"text": name * 60}] * 6) for name in "ab"]
     data = TextData(sources=[{"path": path} for path in paths], mixture="sequence", validation={"split": 0.5})
-    prepared = prepare_language(data, TokenizerSpec(kind="characters"), progress=quiet, cache=tmp_path / "cache")
+    prepared = prepare_language(
+        data, TokenizerSpec(kind="characters"), progress=ignore_progress, cache=tmp_path / "cache"
+    )
     rows = prepared.metadata["by_source"]["validation"]
     windows = TokenWindows(prepared.folder, "validation", sequence_length=16)
     letters = [set(windows.rows(np.array([i]), np.array([0]))["input_ids"][0].tolist()) for i in range(len(windows))]
     end = prepared.metadata["end_of_text"]
-    own = [{prepared.tokenizer.encode(name)[0], end} for name in "ab"]
+    tokens_of_source = [{prepared.tokenizer.encode(name)[0], end} for name in "ab"]
     for tokens, source in zip(letters, find_source_ids(windows, rows).tolist(), strict=True):
-        assert tokens <= own[source] if source != NO_SOURCE else len(tokens - {end}) == 2
+        assert tokens <= tokens_of_source[source] if source != NO_SOURCE else len(tokens - {end}) == 2
     assert {0, 1} <= set(find_source_ids(windows, rows).tolist())
     documents = TokenDocuments(prepared.folder, "validation", sequence_length=16)
     assert set(find_source_ids(documents, rows).tolist()) == {0, 1}

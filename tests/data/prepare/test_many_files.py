@@ -40,7 +40,7 @@ def test_progress_is_reported_while_files_are_hashed_and_read(tmp_path: Path, mo
     for stage, fractions in reports.items():
         assert fractions == sorted(fractions)
         assert fractions[-1] == 1
-        assert max(np.diff([0, *fractions])) < 0.2, f"{stage} jumps"
+        assert max(np.diff([0, *fractions])) < 0.2, f"{stage} reports a fifth of the work at once"
 
 
 def test_jobs_hold_few_files_and_keep_their_order(tmp_path: Path) -> None:
@@ -100,11 +100,14 @@ def test_many_small_files_start_several_processes(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
     data = ImageData(train=Source(path=str(write_images(tmp_path, 40))), validation=HeldOut(split=0.2))
     recipe = ImageRecipe(model=Generator(condition="class"), data=data)
-    started: list[int] = []
+    worker_counts: list[int] = []
     monkeypatch.setattr(
         jobs,
         "prefetch",
-        lambda *words, f=jobs.prefetch, **options: (started.append(options["workers"]), f(*words, **options))[1],
+        lambda *arguments, original=jobs.prefetch, **options: (
+            worker_counts.append(options["workers"]),
+            original(*arguments, **options),
+        )[1],
     )
     tables = []
     for threshold in (8000, 40):
@@ -112,5 +115,5 @@ def test_many_small_files_start_several_processes(tmp_path: Path, monkeypatch: p
         prepared = prepare_media(recipe, progress=lambda *_: None, cache=tmp_path / str(threshold))
         files = sorted(path for path in prepared.folder.rglob("*") if path.is_file() and path.name != "MANIFEST.json")
         tables.append({path.relative_to(prepared.folder).as_posix(): path.read_bytes() for path in files})
-    assert started == [0, 0, 2, 2]
+    assert worker_counts == [0, 0, 2, 2]
     assert tables[0] == tables[1]

@@ -223,7 +223,7 @@ def test_column_named_continued_is_not_a_piece(tmp_path: Path) -> None:
 
 @given(st.lists(st.lists(st.booleans(), max_size=5), max_size=5), st.integers(0, 9))
 def test_signatures_of_selected_rows_are_concatenated(selected: list[list[bool]], seed: int) -> None:
-    class Parts:
+    class FakeScan:
         def __init__(self, folder: Path) -> None:
             self.folder = folder
 
@@ -232,7 +232,7 @@ def test_signatures_of_selected_rows_are_concatenated(selected: list[list[bool]]
 
     rng = np.random.default_rng(seed)
     with tempfile.TemporaryDirectory() as folder:
-        scan: Any = Parts(Path(folder))
+        scan: Any = FakeScan(Path(folder))
         signatures = [rng.integers(0, 9, (len(rows), NUM_PERMUTATIONS), np.uint32) for rows in selected]
         for number, part in enumerate(signatures):
             scan.job_folder(number).mkdir()
@@ -243,11 +243,11 @@ def test_signatures_of_selected_rows_are_concatenated(selected: list[list[bool]]
 
 
 def test_signatures_are_held_in_memory_once(tmp_path: Path) -> None:
-    class Parts:
+    class FakeScan:
         def job_folder(self, number: int) -> Path:
             return tmp_path / str(number)
 
-    scan: Any = Parts()
+    scan: Any = FakeScan()
     for number in range(8):
         scan.job_folder(number).mkdir()
         np.save(scan.job_folder(number) / "signatures.npy", np.zeros((2000, NUM_PERMUTATIONS), np.uint32))

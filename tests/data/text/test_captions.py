@@ -50,8 +50,8 @@ def trained(table: Table, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train_caption_tokenizer([table], content="x", vocab_size=300, cache=tmp_path_factory.mktemp("cache"))
 
 
-def make_rows(table: Table, tokens: CaptionTokenizer) -> CaptionRows:
-    return CaptionRows(ArraySource({"image": np.arange(len(table))}), table, tokens)
+def make_rows(table: Table, caption_tokenizer: CaptionTokenizer) -> CaptionRows:
+    return CaptionRows(ArraySource({"image": np.arange(len(table))}), table, caption_tokenizer)
 
 
 # Trained tokenizers
@@ -67,14 +67,14 @@ def test_trained_tokenizer_depends_on_captions_and_settings_only(table: Table, t
 
 
 def test_caption_ends_with_end_of_text_even_when_truncated(trained: Path) -> None:
-    tokens = CaptionTokenizer(trained, 4)
-    end = tokens.tokenizer.eos_token_id
-    batch = tokens.encode(["", "a dark square", "x" * 100])
+    caption_tokenizer = CaptionTokenizer(trained, 4)
+    end = caption_tokenizer.tokenizer.eos_token_id
+    batch = caption_tokenizer.encode(["", "a dark square", "x" * 100])
     assert batch["input_ids"].dtype == batch["attention_mask"].dtype == np.int32
     assert batch["attention_mask"].sum(1).tolist() == [1, 4, 4]
     assert batch["input_ids"][0].tolist() == [end] * 4
     assert batch["input_ids"][1, 3] == batch["input_ids"][2, 3] == end
-    assert tokens.tokenizer.decode(batch["input_ids"][1, :3]) == "a dark square", (
+    assert caption_tokenizer.tokenizer.decode(batch["input_ids"][1, :3]) == "a dark square", (
         "a word of the captions is split into several tokens"
     )
     with pytest.raises(UsageError, match="no room"):
@@ -136,10 +136,10 @@ def test_label_replaces_a_missing_caption(table: Table, trained: Path) -> None:
     assert [read_caption(table, n) for n in range(4)] == ["a bright square", "dark", "a dark square", "a bright square"]
     assert find_distinct_captions([table], 2) == ("a bright square", "dark")
     assert find_distinct_captions([table], 9) == ("a bright square", "dark", "a dark square")
-    tokens = CaptionTokenizer(trained, 8)
-    rows = make_rows(table, tokens).rows(np.array([3, 1]), np.zeros(2, int))
+    caption_tokenizer = CaptionTokenizer(trained, 8)
+    rows = make_rows(table, caption_tokenizer).rows(np.array([3, 1]), np.zeros(2, int))
     np.testing.assert_array_equal(rows["image"], [3, 1])
-    np.testing.assert_array_equal(rows["input_ids"], tokens.encode(["a bright square", "dark"])["input_ids"])
+    np.testing.assert_array_equal(rows["input_ids"], caption_tokenizer.encode(["a bright square", "dark"])["input_ids"])
 
 
 def test_record_without_caption_and_label_is_named(tmp_path: Path, trained: Path) -> None:

@@ -18,12 +18,12 @@ from bottega.data.text.tokenizer import END_OF_TEXT, Tokenizer
 from bottega.models.folders.tokenizer_limits import MAX_ID, convert_panics
 
 
-def byte_level() -> dict[str, Any]:
-    core = tokenizers.Tokenizer(models.BPE({symbol: byte for byte, symbol in enumerate(SYMBOLS)}, []))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    core.decoder = decoders.ByteLevel()
-    core.add_special_tokens([END_OF_TEXT])
-    return json.loads(core.to_str())
+def build_byte_level_json() -> dict[str, Any]:
+    backend = tokenizers.Tokenizer(models.BPE({symbol: byte for byte, symbol in enumerate(SYMBOLS)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([END_OF_TEXT])
+    return json.loads(backend.to_str())
 
 
 def split(pattern: str) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def sequence(*steps: dict[str, Any]) -> dict[str, Any]:
 
 
 def save_tokenizer(folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:
-    fields = byte_level()
+    fields = build_byte_level_json()
     change(fields)
     folder.mkdir(exist_ok=True)
     (folder / "tokenizer.json").write_text(json.dumps(fields))
@@ -56,7 +56,10 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
         lambda f: f.update(pre_tokenizer=split("(a+)+$")),
         r"pattern '\(a\+\)\+\$' can take exponential time",
     ),
-    "two ways": (lambda f: f.update(pre_tokenizer=split(r"(?:\w|[a-z])*!$")), "can take exponential time"),
+    "ambiguous alternatives": (
+        lambda f: f.update(pre_tokenizer=split(r"(?:\w|[a-z])*!$")),
+        "can take exponential time",
+    ),
     "pattern of a normalizer": (
         lambda f: f.update(normalizer={"type": "Replace", "pattern": {"Regex": "(x+x+)+y"}, "content": ""}),
         "can take exponential time",
@@ -65,19 +68,22 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "id of an added token": (lambda f: f["added_tokens"][0].update(id=MAX_ID), f"below {MAX_ID:,}"),
     "negative id": (lambda f: f["model"]["vocab"].update(zzz=-1), "has the id -1"),
     "id that is text": (lambda f: f["model"]["vocab"].update(zzz="7"), "has the id '7'"),
-    "bomb": (lambda f: f.update(normalizer=sequence(*[replace("a", "a" * 50)] * 6)), "more than 64 times as long"),
+    "repeated replacement": (
+        lambda f: f.update(normalizer=sequence(*[replace("a", "a" * 50)] * 6)),
+        "more than 64 times as long",
+    ),
     "one large replacement": (lambda f: f.update(normalizer=replace("a", "b" * 10**6)), "more than 64 times"),
-    "between any two": (lambda f: f.update(normalizer=replace("", "b" * 100)), "more than 64 times"),
-    "bomb of tables": (lambda f: f.update(normalizer=sequence(*[charsmap(b"a" * 60)] * 3)), "more than 64 times"),
+    "insertion between characters": (lambda f: f.update(normalizer=replace("", "b" * 100)), "more than 64 times"),
+    "repeated table": (lambda f: f.update(normalizer=sequence(*[charsmap(b"a" * 60)] * 3)), "more than 64 times"),
     "large table": (lambda f: f.update(normalizer=charsmap(b"a" * 10**6)), "more than 64 times"),
     "decoder": (lambda f: f.update(decoder=replace("a", "a" * 10**6)), "its decoder can make"),
-    "frame": (
+    "long template": (
         lambda f: f.update(
             post_processor={"type": "TemplateProcessing", "single": [{}] * 1000, "pair": [], "special_tokens": {}}
         ),
         "adds more than 64 tokens",
     ),
-    "no object": (lambda f: f.update(model=[1, 2]), "is not a tokenizer"),
+    "model that is not an object": (lambda f: f.update(model=[1, 2]), "is not a tokenizer"),
 }
 
 

@@ -47,10 +47,10 @@ def load_batch(source: LabelledTexts, index: list[int]) -> dict[str, Any]:
 
 
 ids = st.integers(0, 30).flatmap(lambda count: st.lists(st.integers(10, 99), min_size=count, max_size=count))
-frames = st.lists(st.integers(1, 9), max_size=3).map(tuple)
+special_tokens = st.lists(st.integers(1, 9), max_size=3).map(tuple)
 
 
-@given(st.lists(ids, min_size=1, max_size=5), frames, frames, st.none() | st.integers(7, 30))
+@given(st.lists(ids, min_size=1, max_size=5), special_tokens, special_tokens, st.none() | st.integers(7, 30))
 def test_row_is_the_text_between_special_tokens_truncated_and_padded(
     texts: list[list[int]], before: tuple[int, ...], after: tuple[int, ...], max_length: int | None
 ) -> None:
@@ -96,12 +96,12 @@ def test_text_without_tokens_is_a_row_of_padding(tmp_path: Path) -> None:
 
 def test_texts_of_several_sources_are_padded_to_one_length(tmp_path: Path) -> None:
     """Each source pads to its own longest text of the batch."""
-    parts: list[tuple[Any, Source]] = []
+    sources: list[tuple[Any, Source]] = []
     for name, length in (("a", 3), ("b", 20)):
         (tmp_path / name).mkdir()
         prepared = prepare(tmp_path / name, [{"text": "x" * length, "label": n % 2} for n in range(4)])
-        parts.append((open_labelled_texts(prepared, "train"), Source(path=name, limit=3)))
-    source, _ = combine.combine_sources(parts, Data(sources=tuple(options for _, options in parts)), seed=0)
+        sources.append((open_labelled_texts(prepared, "train"), Source(path=name, limit=3)))
+    source, _ = combine.combine_sources(sources, Data(sources=tuple(options for _, options in sources)), seed=0)
     batch = source.rows(np.arange(6), np.zeros(6, int))
     assert batch["attention_mask"].sum(axis=1).tolist() == [3, 3, 3, 20, 20, 20]
     assert batch["input_ids"].shape == (6, 20)
@@ -140,12 +140,14 @@ def test_new_data_uses_the_class_numbers_of_training(tmp_path: Path) -> None:
 
 def test_training_data_of_one_class_is_refused(tmp_path: Path) -> None:
     rows = [{"text": "x", "label": "good"}] * 4
-    with pytest.raises(DataError, match=r"rows.jsonl:1 on are all of the class 'good', .* data.label_field"):
+    with pytest.raises(
+        DataError, match=r"all samples \(the first is rows.jsonl:1\) are of the class 'good', .* data.label_field"
+    ):
         find_training_classes(prepare(tmp_path, rows))
     # Classes of held-out data alone cannot be trained.
     other = tmp_path / "other.jsonl"
     other.write_text('{"text": "y", "label": "bad"}\n')
-    with pytest.raises(DataError, match="all of the class 'good'"):
+    with pytest.raises(DataError, match="are of the class 'good'"):
         find_training_classes(prepare(tmp_path, rows, validation=HeldOut(path=str(other))))
     with pytest.raises(DataError, match="have no class"):
         find_training_classes(prepare(tmp_path, [{"text": "x", "label": []}] * 4, multi_label=True))

@@ -34,8 +34,8 @@ CAPTIONS = (
 
 
 @pytest.fixture(scope="module")
-def tokens(tmp_path_factory: pytest.TempPathFactory) -> CaptionTokenizer:
-    folder = tmp_path_factory.mktemp("tokens")
+def caption_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> CaptionTokenizer:
+    folder = tmp_path_factory.mktemp("tokenizer")
     train_clip_bpe(CAPTIONS, vocab_size=600).save(folder)
     return CaptionTokenizer(folder, 12)
 
@@ -53,10 +53,10 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Table:
 
 
 def make_source(
-    table: Table, tokens: CaptionTokenizer, *, count: int = 5, seed: int = 0, hard: float = 0.0
+    table: Table, caption_tokenizer: CaptionTokenizer, *, count: int = 5, seed: int = 0, hard: float = 0.0
 ) -> ContrastiveRows:
     rows = ArraySource({"image": np.arange(len(table))})
-    return ContrastiveRows(rows, table, tokens, count=count, seed=seed, hard_fraction=hard)
+    return ContrastiveRows(rows, table, caption_tokenizer, count=count, seed=seed, hard_fraction=hard)
 
 
 @given(
@@ -65,9 +65,9 @@ def make_source(
     hard=st.sampled_from([0.0, 0.4, 1.0]),
 )
 def test_negatives_depend_on_row_and_epoch_and_not_on_the_batch(
-    table: Table, tokens: CaptionTokenizer, index: list[int], epochs: list[int], hard: float
+    table: Table, caption_tokenizer: CaptionTokenizer, index: list[int], epochs: list[int], hard: float
 ) -> None:
-    source, epoch = make_source(table, tokens, hard=hard), np.array(epochs[: len(index)])
+    source, epoch = make_source(table, caption_tokenizer, hard=hard), np.array(epochs[: len(index)])
     batch = source.rows(np.array(index), epoch)
     for position, number in enumerate(index):
         alone = source.rows(np.array([number]), epoch[position : position + 1])
@@ -77,11 +77,11 @@ def test_negatives_depend_on_row_and_epoch_and_not_on_the_batch(
 
 @pytest.mark.parametrize("hard", [0.0, 0.5, 1.0])
 def test_first_text_is_the_rows_own_caption_and_equal_ones_are_masked(
-    table: Table, tokens: CaptionTokenizer, hard: float
+    table: Table, caption_tokenizer: CaptionTokenizer, hard: float
 ) -> None:
-    source, index = make_source(table, tokens, count=20, hard=hard), np.arange(len(CAPTIONS))
+    source, index = make_source(table, caption_tokenizer, count=20, hard=hard), np.arange(len(CAPTIONS))
     rows = source.rows(index, np.zeros_like(index))
-    own = tokens.encode(CAPTIONS)["input_ids"]
+    own = caption_tokenizer.encode(CAPTIONS)["input_ids"]
     np.testing.assert_array_equal(rows["texts"][:, 0], own)
     assert rows["counts"][:, 0].all()
     same = (rows["texts"] == own[:, None]).all(-1)[:, 1:]
@@ -93,10 +93,10 @@ def test_first_text_is_the_rows_own_caption_and_equal_ones_are_masked(
     assert rows["counts"].any(axis=1).all()
 
 
-def test_negatives_are_uniform_over_the_other_rows(table: Table, tokens: CaptionTokenizer) -> None:
+def test_negatives_are_uniform_over_the_other_rows(table: Table, caption_tokenizer: CaptionTokenizer) -> None:
     folder = table.folder.parent / "distinct"
     distinct = write_table(folder, tuple(f"number {n}" for n in range(8)))
-    source = make_source(distinct, tokens, count=4000)
+    source = make_source(distinct, caption_tokenizer, count=4000)
     negatives = source.sample_negatives(np.array([3]), np.array([0]))[0]
     fractions = np.bincount(negatives, minlength=8) / len(negatives)
     assert fractions[3] == 0
@@ -104,19 +104,22 @@ def test_negatives_are_uniform_over_the_other_rows(table: Table, tokens: Caption
     np.testing.assert_allclose(np.delete(fractions, 3), 1 / 7, atol=0.025)
 
 
-def test_negatives_differ_between_epochs_and_seeds(table: Table, tokens: CaptionTokenizer) -> None:
+def test_negatives_differ_between_epochs_and_seeds(table: Table, caption_tokenizer: CaptionTokenizer) -> None:
     index = np.arange(len(CAPTIONS))
     drawn = [
-        make_source(table, tokens, count=8, seed=seed).sample_negatives(index, np.full_like(index, epoch))
+        make_source(table, caption_tokenizer, count=8, seed=seed).sample_negatives(index, np.full_like(index, epoch))
         for seed, epoch in ((0, 0), (0, 1), (1, 0))
     ]
     assert not np.array_equal(drawn[0], drawn[1])
     assert not np.array_equal(drawn[0], drawn[2])
-    assert make_source(table, tokens, seed=0).fingerprint != make_source(table, tokens, seed=1).fingerprint
+    assert (
+        make_source(table, caption_tokenizer, seed=0).fingerprint
+        != make_source(table, caption_tokenizer, seed=1).fingerprint
+    )
 
 
-def test_contrastive_rows_pickle_small_and_round_trip(table: Table, tokens: CaptionTokenizer) -> None:
-    source, index = make_source(table, tokens, hard=0.5), np.arange(5)
+def test_contrastive_rows_pickle_small_and_round_trip(table: Table, caption_tokenizer: CaptionTokenizer) -> None:
+    source, index = make_source(table, caption_tokenizer, hard=0.5), np.arange(5)
     before = source.rows(index, np.zeros_like(index))
     pickled = pickle.dumps(source)
     assert len(pickled) < 20_000
@@ -125,14 +128,14 @@ def test_contrastive_rows_pickle_small_and_round_trip(table: Table, tokens: Capt
         np.testing.assert_array_equal(before[name], after[name])
 
 
-def test_negatives_of_a_single_row_are_masked(tokens: CaptionTokenizer, tmp_path: Path) -> None:
-    source = make_source(write_table(tmp_path / "single", ("a red star",)), tokens, hard=0.5)
+def test_negatives_of_a_single_row_are_masked(caption_tokenizer: CaptionTokenizer, tmp_path: Path) -> None:
+    source = make_source(write_table(tmp_path / "single", ("a red star",)), caption_tokenizer, hard=0.5)
     assert source.rows(np.array([0]), np.array([0]))["counts"].tolist() == [[True] + [False] * 5]
 
 
-def test_image_without_caption_is_named(tokens: CaptionTokenizer, tmp_path: Path) -> None:
+def test_image_without_caption_is_named(caption_tokenizer: CaptionTokenizer, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"^1\.png: has neither caption nor label \(1 of 2"):
-        make_source(write_table(tmp_path / "some", ("a red star", " ")), tokens)
+        make_source(write_table(tmp_path / "some", ("a red star", " ")), caption_tokenizer)
 
 
 @given(
@@ -140,10 +143,10 @@ def test_image_without_caption_is_named(tokens: CaptionTokenizer, tmp_path: Path
     st.integers(0, 2**32 - 1),
     st.integers(0, 2**32 - 1),
 )
-def test_hard_negative_differs_in_one_word(texts: list[str], word: int, other: int) -> None:
+def test_hard_negative_differs_in_one_word(texts: list[str], position_draw: int, word_draw: int) -> None:
     texts = list(dict.fromkeys(" ".join(text.split()) for text in texts))
     sampler, indices = HardNegativeSampler(texts), np.arange(len(texts))
-    drawn = sampler.sample(indices, np.full(len(texts), word), np.full(len(texts), other))
+    drawn = sampler.sample(indices, np.full(len(texts), position_draw), np.full(len(texts), word_draw))
     for number, negative in enumerate(drawn.tolist()):
         options = [other for other in range(len(texts)) if _count_differing_words(texts[number], texts[other]) == 1]
         assert negative in options if options else negative == number
@@ -165,9 +168,9 @@ def _count_differing_words(first_text: str, second_text: str) -> int:
 
 
 @given(st.lists(st.text(max_size=30), min_size=1, max_size=4))
-def test_tokens_match_the_clip_tokenizer_of_transformers(tokens: CaptionTokenizer, texts: list[str]) -> None:
-    reference = _load_reference(tokens.folder)
-    batch = tokens.encode(texts)
+def test_tokens_match_the_clip_tokenizer_of_transformers(caption_tokenizer: CaptionTokenizer, texts: list[str]) -> None:
+    reference = _load_reference(caption_tokenizer.folder)
+    batch = caption_tokenizer.encode(texts)
     expected = reference(texts, padding="max_length", max_length=12, truncation=True)
     np.testing.assert_array_equal(batch["input_ids"], expected.input_ids)
     np.testing.assert_array_equal(batch["attention_mask"], expected.attention_mask)
@@ -180,10 +183,10 @@ def _load_reference(folder: Path, cache: dict[Path, object] = {}):  # type: igno
     return cache[folder]
 
 
-def test_end_of_text_has_the_largest_id_and_ends_every_text(tokens: CaptionTokenizer) -> None:
-    ids = tokens.encode(["a red star", "", "x" * 100, "\N{PARTY POPPER} <|endoftext|>"])["input_ids"]
-    end = tokens.tokenizer.eos_token_id
-    assert end == tokens.tokenizer.vocab_size - 1
+def test_end_of_text_has_the_largest_id_and_ends_every_text(caption_tokenizer: CaptionTokenizer) -> None:
+    ids = caption_tokenizer.encode(["a red star", "", "x" * 100, "\N{PARTY POPPER} <|endoftext|>"])["input_ids"]
+    end = caption_tokenizer.tokenizer.eos_token_id
+    assert end == caption_tokenizer.tokenizer.vocab_size - 1
     assert (ids == end).any(axis=1).all(), "a truncated text does not end with end of text"
     first = (ids == end).argmax(axis=1)
     assert first.tolist()[:3] == [4, 1, 11], "a frequent word is split into several tokens"

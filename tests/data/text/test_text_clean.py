@@ -45,9 +45,9 @@ def test_cleaning_is_idempotent(text: str, options: Cleaning) -> None:
 @given(st.text(st.sampled_from("ab \t\n\r\xa0"), max_size=40), st.integers(0, 40), st.booleans())
 @example("  word138\nword139  ", 9, False)
 @example("a  b", 3, False)
-def test_cleaning_two_pieces_preserves_words(text: str, at: int, html: bool) -> None:
+def test_cleaning_two_pieces_preserves_words(text: str, cut: int, html: bool) -> None:
     options = Cleaning(html=html)
-    joined = clean_text(text[:at], options, is_end=False) + clean_text(text[at:], options, is_start=False)
+    joined = clean_text(text[:cut], options, is_end=False) + clean_text(text[cut:], options, is_start=False)
     assert joined.split() == clean_text(text, options).split()
 
 
@@ -63,7 +63,9 @@ def test_cleaning_pieces_cut_at_line_ends_equals_cleaning_the_text(parts: list[s
 @given(TEXTS, OPTIONS)
 def test_cleaning_adds_no_characters(text: str, options: Cleaning) -> None:
     # Composition may add characters: compare with the composed text without its invisible characters.
-    visible = "".join(sign for sign in text if unicodedata.category(sign) not in ("Cc", "Cf", "Co", "Cs"))
+    visible = "".join(
+        character for character in text if unicodedata.category(character) not in ("Cc", "Cf", "Co", "Cs")
+    )
     forms = {unicodedata.normalize(form, part) for form in ("NFC", "NFKC") for part in (text, visible)}
     allowed = set(text).union(" \n", *forms)
     if options.unicode == "none":

@@ -29,12 +29,12 @@ VOCABULARY = np.array(
 )
 
 
-def make_document(name: int, words: int = 400) -> list[str]:
-    return numpy_generator(name, "document").choice(VOCABULARY, words).tolist()
+def make_document(seed: int, words: int = 400) -> list[str]:
+    return numpy_generator(seed, "document").choice(VOCABULARY, words).tolist()
 
 
-def change_words(words: list[str], fraction: float, name: int = 0) -> list[str]:
-    rng, changed = numpy_generator(name, "changes"), list(words)
+def change_words(words: list[str], fraction: float, seed: int = 0) -> list[str]:
+    rng, changed = numpy_generator(seed, "changes"), list(words)
     for index in rng.choice(len(words), round(fraction * len(words)), replace=False):
         changed[index] = str(rng.choice(VOCABULARY))
     return changed
@@ -74,9 +74,9 @@ def test_first_of_equal_keys_is_unique(keys: list[int]) -> None:
 @pytest.mark.parametrize("fraction", [0.0, 0.01, 0.05, 0.1, 0.2, 0.4])
 def test_similarity_estimate_is_within_three_standard_errors(fraction: float) -> None:
     errors, num_outliers = [], 0
-    for name in range(40):
-        first = make_document(name)
-        second = change_words(first, fraction, name)
+    for seed in range(40):
+        first = make_document(seed)
+        second = change_words(first, fraction, seed)
         true, estimated = jaccard(first, second), estimate_similarity(*compute_signatures([first, second]))
         scale = np.sqrt(true * (1 - true) / NUM_PERMUTATIONS)
         errors.append(estimated - true)
@@ -88,21 +88,21 @@ def test_similarity_estimate_is_within_three_standard_errors(fraction: float) ->
 
 
 def test_near_duplicates_are_detected_and_others_are_not() -> None:
-    originals = [make_document(name) for name in range(60)]
+    originals = [make_document(seed) for seed in range(60)]
     # With 5 % of the words changed, 0.95^5 of the shingles remain, which is a similarity of 0.63; with 1 %, of 0.91.
     signatures = compute_signatures(
-        [*originals, *(change_words(words, 0.05, name) for name, words in enumerate(originals))]
+        [*originals, *(change_words(words, 0.05, seed) for seed, words in enumerate(originals))]
     )
     assert find_near_unique(signatures, 0.5).tolist() == [True] * 60 + [False] * 60
     assert find_near_unique(signatures, 0.8).all()
     signatures = compute_signatures(
-        [*originals, *(change_words(words, 0.01, name) for name, words in enumerate(originals))]
+        [*originals, *(change_words(words, 0.01, seed) for seed, words in enumerate(originals))]
     )
     assert find_near_unique(signatures, 0.8).tolist() == [True] * 60 + [False] * 60
 
 
 def test_near_duplicates_match_comparing_all_pairs() -> None:
-    documents = [make_document(name, 60) for name in range(30)]
+    documents = [make_document(seed, 60) for seed in range(30)]
     rng = numpy_generator(7, "mix")
     for copy in range(120):
         documents.append(change_words(documents[int(rng.integers(30))], float(rng.random() * 0.15), copy))
@@ -128,10 +128,10 @@ def test_many_equal_texts_leave_one_with_few_comparisons() -> None:
 
 
 def test_dissimilar_first_text_of_a_band_hides_no_duplicates() -> None:
-    number, rows = choose_bands(0.8)
+    num_bands, rows = choose_bands(0.8)
     second = numpy_generator(0, "row").integers(0, 2**32, NUM_PERMUTATIONS, dtype=np.uint32)
     third = second.copy()
-    third[rows : number * rows : rows] += 1  # All bands differ but the first, and 108 of 128 values are equal.
+    third[rows : num_bands * rows : rows] += 1  # All bands differ but the first, and 108 of 128 values are equal.
     first = second + np.uint32(7)
     first[:rows] = second[:rows]
     assert find_near_unique(np.stack([first, second, third]), 0.8).tolist() == [True, True, False]
@@ -139,9 +139,9 @@ def test_dissimilar_first_text_of_a_band_hides_no_duplicates() -> None:
 
 def test_bands_detect_pairs_at_the_threshold() -> None:
     for threshold in (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.99, 1.0):
-        number, rows = choose_bands(threshold)
-        assert number * rows <= NUM_PERMUTATIONS
-        assert 1 - (1 - threshold**rows) ** number >= 0.99
+        num_bands, rows = choose_bands(threshold)
+        assert num_bands * rows <= NUM_PERMUTATIONS
+        assert 1 - (1 - threshold**rows) ** num_bands >= 0.99
     assert choose_bands(1.0) == (1, NUM_PERMUTATIONS)
     assert choose_bands(0.8)[1] > choose_bands(0.5)[1]
 

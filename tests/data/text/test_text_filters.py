@@ -60,9 +60,9 @@ def test_fractions_of_symbols_and_repeated_lines() -> None:
 
 
 @given(st.text(st.characters(max_codepoint=127)))
-def test_ascii_fast_path_counts_the_same(text: str) -> None:
-    num_symbols = sum(not sign.isalnum() and not sign.isspace() for sign in text)
-    num_visible = sum(not sign.isspace() for sign in text)
+def test_fast_path_for_ascii_counts_symbols_exactly(text: str) -> None:
+    num_symbols = sum(not character.isalnum() and not character.isspace() for character in text)
+    num_visible = sum(not character.isspace() for character in text)
     assert compute_symbol_fraction(text) == pytest.approx(num_symbols / max(num_visible, 1))
 
 

@@ -33,7 +33,7 @@ from operations import count_operations
 CORPUS = [text for file in list_standard_library().files[:25] if (text := file.read_text(encoding="utf-8"))][:20]
 BYTES = build_byte_tokenizer()
 BPE = train_bpe(CORPUS, vocab_size=600)
-HARD = [
+DIFFICULT_TEXTS = [
     "",
     "\n",
     " ",
@@ -59,8 +59,8 @@ def test_any_text_round_trips(text: str) -> None:
         assert "".join([*map(stream.push, ids.tolist()), stream.finish()]) == text
 
 
-@pytest.mark.parametrize("text", HARD)
-def test_hard_texts_round_trip(text: str) -> None:
+@pytest.mark.parametrize("text", DIFFICULT_TEXTS)
+def test_difficult_texts_round_trip(text: str) -> None:
     for tokenizer in (BYTES, BPE, build_character_tokenizer([text])):
         ids = tokenizer.encode(text)
         assert ids.dtype == np.uint16
@@ -125,7 +125,7 @@ def test_unknown_characters_are_named() -> None:
         list(tokenizer.encode_documents(["abc", "abz"]))
 
 
-def test_half_a_surrogate_pair_is_refused() -> None:
+def test_unpaired_surrogate_is_refused() -> None:
     for tokenizer in (BYTES, BPE, build_character_tokenizer(["ab"])):
         with pytest.raises(UsageError, match="character 1"):
             tokenizer.encode("a\ud800b")
@@ -152,12 +152,12 @@ def test_tokenizer_save_load_round_trip(tmp_path: Path) -> None:
 def test_saved_tokenizer_gives_the_same_ids_in_transformers(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    for tokenizer in (BYTES, BPE, build_character_tokenizer([*CORPUS, *HARD])):
+    for tokenizer in (BYTES, BPE, build_character_tokenizer([*CORPUS, *DIFFICULT_TEXTS])):
         tokenizer.save(tmp_path / tokenizer.kind)
         reference = AutoTokenizer.from_pretrained(tmp_path / tokenizer.kind)
         assert reference.eos_token_id == tokenizer.eos_token_id
         assert len(reference) == tokenizer.vocab_size
-        for text in [*HARD, CORPUS[1][:3000]]:
+        for text in [*DIFFICULT_TEXTS, CORPUS[1][:3000]]:
             ids = tokenizer.encode(text).tolist()
             assert reference(text)["input_ids"] == ids, (tokenizer.kind, text)
             assert reference.decode(ids) == text
@@ -192,19 +192,19 @@ def test_words_are_lower_cased_split_and_numbered_by_frequency() -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.text("ab c'.", max_size=12), min_size=2, max_size=6), st.randoms())
-def test_word_vocabulary_does_not_depend_on_the_order_of_texts(texts: list[str], rng: random.Random) -> None:
+def test_word_vocabulary_does_not_depend_on_the_order_of_words_and_texts(texts: list[str], rng: random.Random) -> None:
     texts = ["a a b b", *texts]
     shuffled = [" ".join(rng.sample(text.split(" "), len(text.split(" ")))) for text in texts]
     rng.shuffle(shuffled)
     for size in (None, 4):
-        first, second = (train_word_tokenizer(some, vocab_size=size) for some in (texts, shuffled))
+        first, second = (train_word_tokenizer(corpus, vocab_size=size) for corpus in (texts, shuffled))
         assert first.fingerprint == second.fingerprint
 
 
 def test_word_tokenizer_loads_in_transformers(tmp_path: Path) -> None:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    words = train_word_tokenizer([*CORPUS, *HARD], vocab_size=500)
+    words = train_word_tokenizer([*CORPUS, *DIFFICULT_TEXTS], vocab_size=500)
     assert words.vocab_size == 500
     words.save(tmp_path)
     loaded = Tokenizer.load(tmp_path)
@@ -217,7 +217,7 @@ def test_word_tokenizer_loads_in_transformers(tmp_path: Path) -> None:
     reference = AutoTokenizer.from_pretrained(tmp_path)
     assert isinstance(reference, PreTrainedTokenizerFast)
     assert (reference.unk_token_id, reference.pad_token_id, len(reference)) == (0, 1, 500)
-    for text in [*HARD, CORPUS[1][:3000]]:
+    for text in [*DIFFICULT_TEXTS, CORPUS[1][:3000]]:
         assert reference(text)["input_ids"] == loaded.encode(text).tolist() == words.encode(text).tolist()
 
 
@@ -235,21 +235,23 @@ def test_default_vocabulary_size_of_each_kind() -> None:
 
 
 def test_special_tokens_around_come_from_the_post_processor() -> None:
-    core = tokenizers.Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "a": 2, "b": 3, "[PAD]": 4}, unk_token="a"))
-    core.pre_tokenizer = pre_tokenizers.Whitespace()
-    for template, frame in {"$A": ((), ()), "<s> $A </s> </s>": ((0,), (1, 1)), "$A </s>": ((), (1,))}.items():
-        core.post_processor = processors.TemplateProcessing(single=template, special_tokens=[("<s>", 0), ("</s>", 1)])
-        tokenizer = Tokenizer(core, kind="pretrained", config={"eos_token": "</s>"})
-        assert tokenizer.special_tokens_around == frame
+    backend = tokenizers.Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "a": 2, "b": 3, "[PAD]": 4}, unk_token="a"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    for template, special_tokens in {"$A": ((), ()), "<s> $A </s> </s>": ((0,), (1, 1)), "$A </s>": ((), (1,))}.items():
+        backend.post_processor = processors.TemplateProcessing(
+            single=template, special_tokens=[("<s>", 0), ("</s>", 1)]
+        )
+        tokenizer = Tokenizer(backend, kind="pretrained", config={"eos_token": "</s>"})
+        assert tokenizer.special_tokens_around == special_tokens
         assert tokenizer.encode("a b").tolist() == [2, 3]
         assert tokenizer.pad_token_id == 4
-    core.post_processor = processors.TemplateProcessing(single="$A <s> $A", special_tokens=[("<s>", 0)])
+    backend.post_processor = processors.TemplateProcessing(single="$A <s> $A", special_tokens=[("<s>", 0)])
     with pytest.raises(DataError, match="only tokens before and after"):
-        _ = Tokenizer(core, kind="pretrained", config={"eos_token": "</s>"}).special_tokens_around
+        _ = Tokenizer(backend, kind="pretrained", config={"eos_token": "</s>"}).special_tokens_around
 
 
 @pytest.mark.parametrize(
-    ("model_max_length", "config", "longest"),
+    ("model_max_length", "config", "expected"),
     [
         (512, None, 512),
         (10**30, None, None),
@@ -261,7 +263,7 @@ def test_special_tokens_around_come_from_the_post_processor() -> None:
     ],
 )
 def test_model_max_length_comes_from_tokenizer_and_model_config(
-    tmp_path: Path, model_max_length: int | None, config: dict[str, object] | None, longest: int | None
+    tmp_path: Path, model_max_length: int | None, config: dict[str, object] | None, expected: int | None
 ) -> None:
     BPE.save(tmp_path)
     path = tmp_path / "tokenizer_config.json"
@@ -269,16 +271,16 @@ def test_model_max_length_comes_from_tokenizer_and_model_config(
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
     if config is not None:
         (tmp_path / "config.json").write_text(json.dumps(config))
-    assert load_pretrained_tokenizer(str(tmp_path)).model_max_length == longest
+    assert load_pretrained_tokenizer(str(tmp_path)).model_max_length == expected
 
 
 def test_pretrained_tokenizer_is_loaded_without_remote_code(tmp_path: Path) -> None:
-    core = tokenizers.Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "▁the": 2, "▁cat": 3, "<0x0A>": 9}))
-    core.pre_tokenizer = pre_tokenizers.Metaspace()
-    core.decoder = decoders.Sequence([decoders.Metaspace(), decoders.ByteFallback(), decoders.Fuse()])
-    core.add_special_tokens(["<s>", "</s>"])
-    core.enable_truncation(1)
-    core.save(str(tmp_path / "tokenizer.json"))
+    backend = tokenizers.Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "▁the": 2, "▁cat": 3, "<0x0A>": 9}))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Sequence([decoders.Metaspace(), decoders.ByteFallback(), decoders.Fuse()])
+    backend.add_special_tokens(["<s>", "</s>"])
+    backend.enable_truncation(1)
+    backend.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps({"eos_token": {"content": "</s>"}, "auto_map": {"AutoTokenizer": "evil.Code"}})
     )
@@ -301,8 +303,8 @@ def test_invalid_tokenizer_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match="is not a tokenizer"):
         load_pretrained_tokenizer(str(tmp_path))
-    core = tokenizers.Tokenizer(models.WordLevel({"a": 0}))
-    core.save(str(tmp_path / "tokenizer.json"))
+    backend = tokenizers.Tokenizer(models.WordLevel({"a": 0}))
+    backend.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(DataError, match="no token that ends a text"):
         load_pretrained_tokenizer(str(tmp_path))
     (tmp_path / "tokenizer_config.json").write_text("[]")

@@ -57,8 +57,8 @@ def prepare_text(
     cache: Path,
     progress: ProgressCallback = ignore_progress,
 ) -> Texts:
-    own = HeldOut(path=str(validation)) if isinstance(validation, Path) else HeldOut(split=validation)
-    data = TextData(train=Source(path=str(path)), validation=None if validation is None else own)
+    held_out = HeldOut(path=str(validation)) if isinstance(validation, Path) else HeldOut(split=validation)
+    data = TextData(train=Source(path=str(path)), validation=None if validation is None else held_out)
     return Texts(prepare_language(data, spec, progress=progress, cache=cache))
 
 
@@ -204,7 +204,7 @@ def test_damaged_tokens_are_prepared_again(tmp_path: Path) -> None:
     assert np.array_equal(read_tokens(prepare(tmp_path, {"a.txt": VERSE}), "train"), good)
 
 
-def test_two_processes_preparing_at_once_do_the_work_once(tmp_path: Path) -> None:
+def test_processes_preparing_at_once_do_the_work_once(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(VERSE)
     script = """if True:
         import sys

@@ -218,5 +218,5 @@ def test_conflicting_settings_are_refused_in_one_line(changes: dict[str, Any], m
 def test_a_single_class_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "one.jsonl"
     path.write_text("".join(json.dumps({**row, "label": "cook"}) + "\n" for row in small_texts.make_rows(40)))
-    with pytest.raises(DataError, match="are all of the class 'cook'"):
+    with pytest.raises(DataError, match="are of the class 'cook'"):
         open_workload({**small_texts.settings(tmp_path), "data.train.path": str(path)})

@@ -120,7 +120,7 @@ def test_label_columns_with_unusable_values_are_refused(tmp_path: Path) -> None:
     )
     assert refusal_message(tmp_path, write_table(tmp_path / "own.csv", label=range(96))).endswith(message)
     message_of_one_class = refusal_message(tmp_path, write_table(tmp_path / "own.csv", label=[1] * 96))
-    assert "all of the class '1'" in message_of_one_class
+    assert "are of the class '1'" in message_of_one_class
     assert "set data.train.label to another column" in message_of_one_class
     with pytest.raises(DataError, match=r"; raise data.num_samples$"):
         small_routing.train(

@@ -37,7 +37,9 @@ class Loader:
     data_size: int = 1
     """Which part of each batch this process has, and the number of parts, as in `World`."""
     workers: int = 0
+    """Number of worker processes; 0 builds batches in this process."""
     prefetch: int = 0
+    """Number of batches that a thread keeps ready; 0 builds each when it is requested."""
     order: Order | None = None
     warn: Callable[[str], None] | None = field(default=None, compare=False, repr=False)
     """Called with a message about workers that delay a batch; None prints it."""
@@ -57,7 +59,8 @@ class Loader:
                 divisors = [n for n in range(1, batch_size + 1) if batch_size % n == 0]
                 raise UsageError(
                     f"{key}={batch_size} cannot be divided equally among {self.data_size} processes; "
-                    f"use a multiple of {self.data_size}, or one of {', '.join(map(str, divisors)) or 'none'} processes"
+                    f"use a multiple of {self.data_size}, or a number of processes that divides it "
+                    f"({', '.join(map(str, divisors))})"
                 )
 
     @cached_property
@@ -71,7 +74,7 @@ class Loader:
 
     @property
     def steps_per_epoch(self) -> float:
-        """Steps per epoch: as many positions as there are samples, for mixtures and curricula too."""
+        """Steps per epoch of the order at `batch_size`; may be fractional."""
         return self._order.epoch_length / self.batch_size
 
     def batch_size_at(self, step: int) -> int:
@@ -107,19 +110,20 @@ class Loader:
 
 
 class Cursor:
-    """Builds one rank's batch of any step, caching the indices of the next `block` positions."""
+    """Builds one rank's batch of any step; indices are computed and cached for about `block` positions at once."""
 
     def __init__(self, loader: Loader, *, block: int) -> None:
         self.loader = loader
         self.block = block
-        self.first = 0
+        self.first_step = 0
+        """The step of `indices[0]`."""
         self.indices: list[tuple[np.ndarray, np.ndarray]] = []
 
     def __call__(self, step: int) -> Batch:
-        offset = step - self.first
+        offset = step - self.first_step
         if not 0 <= offset < len(self.indices):
             self._seek(step)
-            offset = step - self.first
+            offset = step - self.first_step
         index, epoch = self.indices[offset]
         return self.loader.source.rows(index, epoch)
 
@@ -130,9 +134,9 @@ class Cursor:
         # The cached range ends with the stage, since the next stage may have a different batch size.
         end = min([step + max(1, self.block // batch_size), *schedule.first_steps[stage + 1 : stage + 2]])
         local_size = batch_size // loader.data_size
-        offset = schedule.samples_before(step) + loader.data_rank * local_size + np.arange(local_size)
-        index, epoch = loader._order.indices(np.arange(end - step)[:, None] * batch_size + offset)
-        self.first, self.indices = step, list(zip(index, epoch, strict=True))
+        first_positions = schedule.samples_before(step) + loader.data_rank * local_size + np.arange(local_size)
+        index, epoch = loader._order.indices(np.arange(end - step)[:, None] * batch_size + first_positions)
+        self.first_step, self.indices = step, list(zip(index, epoch, strict=True))
 
 
 def iter_eval_batches(
@@ -143,10 +147,10 @@ def iter_eval_batches(
     data_size: int = 1,
     limit: int | None = None,
 ) -> Iterator[Batch]:
-    """Yield this process's part of every sample exactly once; `limit` keeps only the first ones.
+    """Yield this process's part of batches with every sample exactly once, or with the first `limit` samples.
 
-    Samples come in their order, or grouped by length if the source has a `length_order`. A batch that the ranks cannot
-    divide equally is filled up with its last row, and then has "weight" (batch,), 0 for the filler and 1 otherwise, on
+    Samples come in the order of the source, or sorted by length if the source has a `length_order`. A batch that the ranks
+    cannot divide equally is filled up with its last row, and then has "weight" (batch,), 0 for the filler and 1 otherwise, on
     every rank. "index" (batch,) is the index of each sample, from which evaluation noise is drawn.
     """
     size = len(source) if limit is None else min(limit, len(source))

@@ -1,4 +1,4 @@
-"""Build batches ahead of time: in this thread, in a background thread, or in worker processes.
+"""Build batches on request in this thread, or ahead of time in a background thread or worker processes.
 
 The stream is `make(start), make(start + 1), ...` in each case; a worker that is killed or stopped is replaced, and its
 steps are built again.
@@ -103,7 +103,7 @@ def _run_in_thread(stream: Stream, depth: int, closed: threading.Event) -> Strea
 
 
 class _WorkerDied(Exception):
-    """The process ended before it sent its batch."""
+    """The process ended, or was stopped by a signal, before it sent its batch; or the stream was closed."""
 
 
 class _Worker:
@@ -160,7 +160,7 @@ class _Worker:
         return batch
 
     def _wait(self, closed: threading.Event, warn: WarnCallback) -> None:
-        """Wait for data. Raises _WorkerDied for a worker that a signal has stopped."""
+        """Wait for data. Raises _WorkerDied if a signal has stopped the worker, or if the stream is closed."""
         seconds_waited, next_warning = 0.0, FIRST_WARNING_SECONDS
         while not self.connection.poll(POLL_SECONDS):
             seconds_waited += POLL_SECONDS  # not by the clock: this process may have been stopped as well

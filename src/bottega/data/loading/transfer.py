@@ -36,7 +36,7 @@ class ArrayLocation:
 
 @dataclass(frozen=True)
 class SharedBatch:
-    """A batch whose arrays are in a segment; if the segment is new, its file descriptor follows."""
+    """A batch with locations in place of its arrays, which are in a segment; the file descriptor of a new segment follows."""
 
     batch: Any
     segment: int
@@ -58,7 +58,7 @@ class Sender:
         self.free_segments.extend(segments)
 
     def send(self, batch: Any) -> None:
-        """Send (batch, no error) as `Receiver.receive` expects it."""
+        """Send (batch, None), which `Receiver.receive` returns."""
         batch_with_locations, arrays, size = _locate_arrays(batch)
         if size < MIN_SHARED_BYTES or not hasattr(os, "memfd_create"):
             self.connection.send((batch, None))
@@ -88,6 +88,7 @@ class Sender:
         return None
 
     def _create_segment(self, size: int) -> tuple[int, int]:
+        """Create a segment of `size` bytes; return its file descriptor and its index."""
         descriptor = os.memfd_create("bottega-batch")
         try:
             os.ftruncate(descriptor, size)

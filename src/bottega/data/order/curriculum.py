@@ -190,7 +190,10 @@ def compute_first_steps(curriculum: Curriculum, total_steps: int, steps_per_epoc
 
 
 def compute_competence(step: int, competence: Competence, *, steps: int) -> float:
-    """Return the fraction of the easiest samples that are used at a step (Platanios et al., 2019)."""
+    """Return the fraction of samples, the easiest ones, that are used at a step (Platanios et al., 2019).
+
+    It grows from `competence.initial` at step 0 to 1 at step `steps`.
+    """
     initial_power = competence.initial**competence.power
     return min(1.0, (step * (1 - initial_power) / steps + initial_power) ** (1 / competence.power))
 
@@ -198,7 +201,7 @@ def compute_competence(step: int, competence: Competence, *, steps: int) -> floa
 def _plan_competence_stages(
     competence: Competence, *, size: int, steps: int, total_steps: int, batch_size: int
 ) -> tuple[CurriculumStage, ...]:
-    """Return short stages that approximate competence; each begins when competence reaches its level, never earlier."""
+    """Return short stages that approximate competence over `steps` steps; each begins once competence reaches its level."""
     key = "data.curriculum.competence"
     if steps == 0:
         raise UsageError(f"{key}.steps is 0, so that all samples are used from the start; remove the curriculum")

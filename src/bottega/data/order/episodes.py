@@ -25,7 +25,7 @@ from bottega.data.tables.shards import Table
 NO_TASK = -1
 """Task of samples that no episode uses."""
 NUM_REGIONS = 64
-"""Number of parts of a text that serve as tasks if the data has neither labels nor several sources."""
+"""Maximum number of regions of a text that serve as tasks if the data has neither labels nor several sources."""
 BLOCK_SAMPLES = 256
 """Number of samples read at once to collect their labels."""
 
@@ -64,7 +64,7 @@ class Episodes(Source):
     ) -> None:
         """`tasks` (samples,) is the task of each sample. The field `relabelled_field` becomes the position of the task in
         the episode. `name` is the key of the data for messages."""
-        assert len(tasks) == len(source), "one task for each sample"
+        assert len(tasks) == len(source), f"{len(tasks)} tasks for {len(source)} samples"
         self.source, self.tasks, self.seed, self.length = source, np.asarray(tasks), seed, length
         self.shots, self.queries, self.ways, self.relabelled_field = shots, queries, ways, relabelled_field
         num_usable = len(self.task_samples)
@@ -86,13 +86,17 @@ class Episodes(Source):
         order = np.argsort(self.tasks, kind="stable")
         starts = np.flatnonzero(np.diff(self.tasks[order], prepend=NO_TASK - 1))
         groups = np.split(order, starts[1:])
-        return [p for p in groups if self.tasks[p[0]] != NO_TASK and len(p) >= self.shots + self.queries]
+        return [
+            samples
+            for samples in groups
+            if self.tasks[samples[0]] != NO_TASK and len(samples) >= self.shots + self.queries
+        ]
 
     def __len__(self) -> int:
         return self.length
 
     def draw(self, index: int, epoch: int) -> Episode:
-        """Return the samples of an episode."""
+        """Return the episode with this index in this epoch."""
         rng = numpy_generator(self.seed, "episode", epoch, index)
         if self.ways is None:
             cycle, position = divmod(index, len(self.task_samples))
@@ -161,7 +165,9 @@ class Episodes(Source):
             f"{name}: samples {', '.join(map(str, numbers.tolist()))}"
             for name, numbers in (("support", episode.support), ("query", episode.query))
         ]
-        return "\n".join([head, *lines, f"the first: {self.source.describe(int(episode.support[0]), sample_epoch)}"])
+        return "\n".join(
+            [head, *lines, f"first support sample: {self.source.describe(int(episode.support[0]), sample_epoch)}"]
+        )
 
 
 def group_by_label(source: Source) -> np.ndarray | None:
@@ -197,14 +203,14 @@ def group_by_region(source: Source, *, size: int, max_regions: int = NUM_REGIONS
 
 
 def group_by_field(source: Source, name: str) -> np.ndarray:
-    """Return the group of each sample (n,): samples with the same value of a text field are one task."""
+    """Return the task of each sample (n,): samples with the same value of the text field `name` are one task."""
     text_fields: set[str] = set()
 
     def read(inner: Source) -> np.ndarray | None:
         table = getattr(inner, "table", None)
         if not isinstance(table, Table) or len(table) != len(inner):
             return None
-        text_fields.update(name for name, column in table.columns.items() if column.holds == "text")
+        text_fields.update(field for field, column in table.columns.items() if column.holds == "text")
         return np.array(read_text_column(table, name)) if name in text_fields else None
 
     values = read_per_sample(source, read)

@@ -22,7 +22,7 @@ class Interleaved(Source):
     """
 
     def __init__(self, source: Source, rows_per_source: Sequence[int], *, name: str) -> None:
-        """`rows_per_source` is the number of table rows of each source, in order; `name` is the key of the data for messages."""
+        """`rows_per_source` is the number of table rows of each source, in order; `name` is validation or test, for messages."""
         self.source = source
         ids = find_source_ids(source, rows_per_source)
         for source_id in range(len(rows_per_source)):
@@ -65,7 +65,7 @@ def find_source_ids(samples: Source, rows_per_source: Sequence[int]) -> np.ndarr
     documents_at = getattr(samples, "documents_at", None)
     index = np.arange(len(samples))
     if documents_at is None:
-        assert len(samples) == ends[-1], "expected one sample per row"
+        assert len(samples) == ends[-1], f"expected one sample per row, got {len(samples)} samples of {ends[-1]} rows"
         return np.searchsorted(ends, index, side="right")
     first_source, last_source = (np.searchsorted(ends, row, side="right") for row in documents_at(index))
     return np.where(first_source == last_source, first_source, NO_SOURCE)

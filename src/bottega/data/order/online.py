@@ -23,9 +23,9 @@ NEW_SAMPLE_EPOCH = 0
 
 
 def build_online_stream(recipe: Recipe, length: int) -> OnlineStream:
-    """Return the order of a source of `length` samples; the batch size does not depend on the number of processes."""
+    """Return the order of a source of `length` samples; its batch size is the global one, over all processes."""
     online, training = recipe.data.online, recipe.training
-    assert online is not None, "data.online is set"
+    assert online is not None, "data.online must be set"
     batch_size = training.batch_size * (training.gradient_accumulation_steps or 1)
     return OnlineStream(
         length, recipe.seed, replay_fraction=online.replay, memory_size=online.memory, batch_size=batch_size
@@ -50,7 +50,7 @@ class OnlineStream(OnlineOrder):
     batch_size: int = 1
 
     def __post_init__(self) -> None:
-        assert 0 <= self.replay_fraction < 1, f"replay_fraction={self.replay_fraction}"
+        assert 0 <= self.replay_fraction < 1, f"replay_fraction must be in [0, 1), got {self.replay_fraction}"
         min_memory_size = -(-self.batch_size * self._replay.numerator // self._replay.denominator)
         if self.memory_size is not None and self.memory_size < min_memory_size:
             raise UsageError(

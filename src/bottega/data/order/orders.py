@@ -95,8 +95,8 @@ class Mixture(Order):
     slot_size: int = 1
 
     def __post_init__(self) -> None:
-        assert len(self.sizes) == len(self.weights) > 0, "each source has one size and one weight"
-        assert min(*self.sizes, *self.weights, self.slot_size) > 0, "sizes, weights and slot_size are positive"
+        assert len(self.sizes) == len(self.weights) > 0, "each source needs one size and one weight"
+        assert min(*self.sizes, *self.weights, self.slot_size) > 0, "sizes, weights and slot_size must be positive"
 
     @property
     def size(self) -> int:
@@ -154,19 +154,20 @@ class Mixture(Order):
         counts_before = self._count_slots(windows * width)
         ends = np.cumsum(self._count_slots((windows + 1) * width) - counts_before, axis=1)
         rows = np.arange(len(windows))[:, None]
-        # The cards of a window are numbered source by source; a shuffle deals them to its slots.
-        deck = np.broadcast_to(np.arange(width), (len(windows), width))
-        key = derive_seed("mixture", self.seed, -1)
-        cards = permute(deck, size=width, seed=key, epoch=np.broadcast_to(windows[:, None], deck.shape))
-        owner = np.searchsorted((ends + rows * width).ravel(), cards + rows * width, side="right")
+        # Number the slots of a window source by source, then shuffle these numbers: each tells the source of one slot.
+        slot_numbers = np.broadcast_to(np.arange(width), (len(windows), width))
+        window_seed = derive_seed("mixture", self.seed, -1)
+        epochs = np.broadcast_to(windows[:, None], slot_numbers.shape)
+        shuffled = permute(slot_numbers, size=width, seed=window_seed, epoch=epochs)
+        owner = np.searchsorted((ends + rows * width).ravel(), shuffled + rows * width, side="right")
         owner -= rows * len(self.sizes)
-        # Slots of a source are ranked in the order of slots, not of cards, so that a source advances through its own stream.
+        # Slots of a source are ranked by position, not by shuffled number, so that a source advances through its own stream.
         rank = np.empty_like(owner)
-        np.put_along_axis(rank, np.argsort(owner, axis=1, kind="stable"), deck, axis=1)
-        first_card = np.concatenate([np.zeros_like(rows), ends[:, :-1]], axis=1)
-        slot_number = rank + np.take_along_axis(counts_before - first_card, owner, axis=1)
+        np.put_along_axis(rank, np.argsort(owner, axis=1, kind="stable"), slot_numbers, axis=1)
+        starts = np.concatenate([np.zeros_like(rows), ends[:, :-1]], axis=1)
+        num_earlier = rank + np.take_along_axis(counts_before - starts, owner, axis=1)
         slot_in_window = slots % width
-        return owner[window_index, slot_in_window], slot_number[window_index, slot_in_window]
+        return owner[window_index, slot_in_window], num_earlier[window_index, slot_in_window]
 
     def _count_slots(self, num_slots: np.ndarray) -> np.ndarray:
         """Return how many of the first `num_slots` (n,) are of each source: (n, sources), monotonic in `num_slots`."""
@@ -262,9 +263,11 @@ class CurriculumOrder(Order):
     def __post_init__(self) -> None:
         first_steps = [stage.first_step for stage in self.stages]
         assert first_steps == sorted({0, *first_steps}), (
-            "the first stage begins at step 0, each other stage after the one before it"
+            "the first stage must begin at step 0, and each other stage after the one before it"
         )
-        assert all(0 < stage.num_samples <= len(self.ranking) for stage in self.stages), "no stage is empty"
+        assert all(0 < stage.num_samples <= len(self.ranking) for stage in self.stages), (
+            f"each stage needs between 1 and {len(self.ranking)} samples"
+        )
 
     @property
     def size(self) -> int:

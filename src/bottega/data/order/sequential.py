@@ -125,7 +125,7 @@ class Sequential(Order):
     def __post_init__(self) -> None:
         assert len(self.sizes) > 1, "a sequence needs several sources"
         assert min(self.sizes) > 0, "every source needs at least one sample"
-        assert 0 <= self.replay_fraction < 1, f"replay_fraction={self.replay_fraction}"
+        assert 0 <= self.replay_fraction < 1, f"replay_fraction must be in [0, 1), got {self.replay_fraction}"
 
     @property
     def size(self) -> int:
@@ -145,8 +145,9 @@ class Sequential(Order):
         for source, count in enumerate(num_steps):
             if count < 1:
                 raise UsageError(
-                    f"data.sources[{source}] has {self.sizes[source]:,} of {self.size:,} samples, too few for one of the "
-                    f"{steps} steps of {batch_size}; train for longer, lower training.batch_size or add data to it"
+                    f"data.sources[{source}] has {self.sizes[source]:,} of {self.size:,} samples, which is less than one step "
+                    f"of a run of {steps} steps with {batch_size} samples each; train for longer, lower training.batch_size or add "
+                    "data to it"
                 )
         return replace(self, turn_lengths=tuple(count * batch_size for count in num_steps))
 
@@ -173,7 +174,7 @@ class Sequential(Order):
         return turn.first_epoch + turn.order.num_epochs(num_positions - turn.start)
 
     def first_samples(self, turn: int, count: int) -> np.ndarray:
-        """Return the indices of the first `count` samples that were new in a turn, or of all samples that the turn showed.
+        """Return the indices of the first `count` samples of its source that a turn shows, or of all if it shows fewer.
 
         Their order is random, so they are a uniform choice from the source.
         """
@@ -208,7 +209,7 @@ class Sequential(Order):
 
     @cached_property
     def _memories(self) -> list[ReplayMemory]:
-        """What each turn may replay."""
+        """The memory that each turn replays from."""
         return [ReplayMemory(self._turns[:number], self.memory_size) for number in range(len(self.sizes))]
 
 

@@ -22,7 +22,7 @@ from bottega.data.tables.shards import ShardWriter, Table, merge_tables
 
 @dataclass(frozen=True)
 class EncodeJobs(Jobs):
-    """Jobs that encode the records of some pieces into the rows of each table."""
+    """Jobs that read pieces of the inputs and write the rows of their records to tables."""
 
     inputs: tuple[Input, ...]
     jobs: tuple[tuple[Item, ...], ...]

@@ -51,7 +51,8 @@ class Input:
 
 
 class Item(NamedTuple):
-    """A piece of one input. `table` is set if all of the piece goes to one table, as the end of a single text does."""
+    """A piece of one input, which is given by its index. `table` is set if the whole piece goes to one table, as the end of a
+    single text does."""
 
     input: int
     piece: Piece
@@ -78,21 +79,23 @@ def collect_inputs(data: Data) -> tuple[tuple[Input, ...], Shares]:
     Held-out sources come first: of two duplicates the first is kept, and this must be the held-out one.
     """
     sources = data.sources or (data.train,)
-    held_out = [("validation", data.validation), ("test", data.test)]
-    fractions = Shares(*(part.split if part and isinstance(part.split, float) else None for _, part in held_out))
+    sections = [("validation", data.validation), ("test", data.test)]
+    fractions = Shares(
+        *(section.split if section and isinstance(section.split, float) else None for _, section in sections)
+    )
     if (fractions.validation or 0) + (fractions.test or 0) >= 1:
         raise UsageError(
             "data.validation.split and data.test.split leave nothing to train on; their sum must be below 1"
         )
     inputs = [
         Input(
-            _find_held_out(_restrict_to_classes(_build_held_out_source(part, sources[i or 0]), sources, i), name),
+            _find_held_out(_restrict_to_classes(_build_held_out_source(section, sources[i or 0]), sources, i), name),
             name,
             source_index=i,
         )
-        for name, part in held_out
-        if part is not None and not isinstance(part.split, float)
-        for i in _list_evaluated_sources(part, data)
+        for name, section in sections
+        if section is not None and not isinstance(section.split, float)
+        for i in _list_evaluated_sources(section, data)
     ]
     has_folds = data.split is not None and data.split.folds is not None
     for i, source in enumerate(sources):
@@ -121,11 +124,11 @@ def check_medium(inputs: tuple[Input, ...], medium: str) -> None:
             )
 
 
-def _build_held_out_source(part: HeldOut, train: Source) -> Source:
+def _build_held_out_source(section: HeldOut, train: Source) -> Source:
     """Return the source of held-out data, read like train; without a path it is another split of train's source."""
-    options, train_options = part.model_dump(), train.model_dump()
-    if part.path is None and part.kind != "embedded":
-        return Source(**{**train_options, "split": part.split})
+    options, train_options = section.model_dump(), train.model_dump()
+    if section.path is None and section.kind != "embedded":
+        return Source(**{**train_options, "split": section.split})
     inherited = {
         name: train_options[name]
         for name in ("field", "label", "columns", "delimiter", "pattern", "encoding")
@@ -134,13 +137,13 @@ def _build_held_out_source(part: HeldOut, train: Source) -> Source:
     return Source(**{**options, **inherited})
 
 
-def _list_evaluated_sources(part: HeldOut, data: Data) -> list[int | None]:
-    """Return the indices of the sources of a sequence that held-out data is divided by, or [None] if it cannot be divided.
+def _list_evaluated_sources(section: HeldOut, data: Data) -> list[int | None]:
+    """Return the indices of the sources that held-out data is read for, one by one; [None] reads it for all sources at once.
 
-    It can if it is a split of each source, or if each source has classes of its own.
+    A sequence reads it for each source, if each source has the split or lists its own classes.
     """
     sources = data.sources or ()
-    has_splits = part.path is None and part.kind != "embedded"
+    has_splits = section.path is None and section.kind != "embedded"
     if data.mixture != "sequence" or not (has_splits or all(source.labels for source in sources)):
         return [None]
     return list(range(len(sources)))
@@ -260,15 +263,21 @@ def list_items(inputs: tuple[Input, ...], fractions: Shares, *, cut_single_text:
 
 
 def _cut_text(number: int, input: Input, pieces: list[Piece], fractions: Shares) -> list[Item]:
-    """Cut a single text: train, then validation, then test."""
+    """Cut a single text by bytes: the beginning goes to train, then follow validation and test."""
     file = input.source_files.paths[0]
     size = file.stat().st_size
     if size == 0:
         raise DataError(f"{file} is empty; give a file with data in it")
-    validation = _find_character_start(file, int(size * (1 - (fractions.validation or 0) - (fractions.test or 0))))
-    test = _find_character_start(file, int(size * (1 - (fractions.test or 0)))) if fractions.test else size
-    borders = [(0, validation, input.table), (validation, test, "validation"), (test, size, "test")]
-    ranges = [border for border in borders if border[2] == input.table or getattr(fractions, border[2])]
+    validation_start = _find_character_start(
+        file, int(size * (1 - (fractions.validation or 0) - (fractions.test or 0)))
+    )
+    test_start = _find_character_start(file, int(size * (1 - (fractions.test or 0)))) if fractions.test else size
+    all_ranges = [
+        (0, validation_start, input.table),
+        (validation_start, test_start, "validation"),
+        (test_start, size, "test"),
+    ]
+    ranges = [entry for entry in all_ranges if entry[2] == input.table or getattr(fractions, entry[2])]
     if any(start >= stop for start, stop, _ in ranges):
         fraction = fractions.validation or fractions.test
         raise DataError(
@@ -279,8 +288,8 @@ def _cut_text(number: int, input: Input, pieces: list[Piece], fractions: Shares)
         for piece in pieces:
             low, high = max(start, piece.start), min(stop, size if piece.stop is None else piece.stop)
             if low < high:
-                part = piece._replace(start=low, stop=high)
-                items.append(Item(number, part, high - low, table, is_text_end=high == stop))
+                cut_piece = piece._replace(start=low, stop=high)
+                items.append(Item(number, cut_piece, high - low, table, is_text_end=high == stop))
     return items
 
 

@@ -58,7 +58,9 @@ class Jobs(ABC):
             if isinstance(error, FileExistsError) and (folder / SUMMARY_FILE).is_file():
                 return json.loads((folder / SUMMARY_FILE).read_bytes())
             if error.filename is not None and Path(os.fsdecode(error.filename)).is_relative_to(self.folder):
-                raise EnvironmentProblem(f"{self.folder}: {error.strerror}; free some space") from error
+                raise EnvironmentProblem(
+                    f"cannot write {self.folder}: {error.strerror}; free some space, or make the folder writable"
+                ) from error
             raise
         return summary
 

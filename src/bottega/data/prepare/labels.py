@@ -1,4 +1,4 @@
-"""Labels of texts as they are stored: a class name, or a JSON list of names; and whether the data writes it as a number.
+"""Labels of texts as they are stored: a class name, or a JSON list of names; and their form, a word or a number.
 
 1, "1" and 1.0 are the same class, named 1. true and false are classes of those names.
 """
@@ -59,6 +59,7 @@ class LabelReader:
         return text, form
 
     def _read_classes(self, value: Any, field: str, separator: str) -> tuple[str, int]:
+        """Return a JSON list of the class names and their common form."""
         if isinstance(value, bytes):
             value = to_text(value, field)
         if value is None:
@@ -99,6 +100,7 @@ def _split_classes(value: Any, field: str, separator: str) -> list[Any]:
 
 
 def _read_class_name(value: Any, field: str) -> tuple[str, int]:
+    """Return the name of one class and its form."""
     if isinstance(value, np.ndarray) and value.size == 1:
         value = value.reshape(-1)[0]
     if isinstance(value, np.generic):

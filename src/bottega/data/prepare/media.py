@@ -54,7 +54,7 @@ def prepare_media(recipe: MediaRecipe, *, progress: ProgressCallback, cache: Pat
         split_fractions=fractions,
         data=recipe.data,
         rules=rules,
-        build_encoder=lambda texts, folder, progress: encoder,
+        build_encoder=lambda planned, folder, progress: encoder,
         options=(encoder,),
         metadata=metadata,
         label_field=data.condition_field if condition == "class" else None,
@@ -87,8 +87,8 @@ def prepare_vectors(data: RoutingData, *, progress: ProgressCallback, cache: Pat
         split_fractions=fractions,
         data=data,
         rules=rules,
-        build_encoder=lambda texts, folder, progress: replace(
-            encoder, tables=tuple(folder / table for table in texts.plan.tables)
+        build_encoder=lambda planned, folder, progress: replace(
+            encoder, tables=tuple(folder / table for table in planned.plan.tables)
         ),
         options=(encoder,),
         num_classes=data.num_labels if is_synthetic else None,
@@ -100,38 +100,41 @@ def _collect_vector_inputs(data: RoutingData) -> tuple[tuple[Input, ...], Shares
     """Return the inputs; synthetic data is written to files first, its held-out part separately for each source."""
     from bottega.data.embedded import rules
 
-    def materialise(source: Source | None, folder: Callable[[Any], Path]) -> Source | None:
+    def materialise(source: Source | None, write_files: Callable[[Any], Path]) -> Source | None:
+        """Return an equal source, for synthetic data a source of the files that `write_files` writes."""
         if source is None:
             return None
-        section = HeldOut if isinstance(source, HeldOut) else Source
-        options = {name: getattr(source, name) for name in section.model_fields}
+        section_class = HeldOut if isinstance(source, HeldOut) else Source
+        options = {name: getattr(source, name) for name in section_class.model_fields}
         if source.kind == "embedded":
             raise UsageError(
                 "data.train.kind: there is no built-in dataset of numbers; use synthetic, or give a path with --data"
             )
-        changes = {"kind": "numpy", "path": str(folder(source))} if source.kind == "synthetic" else {}
-        return section(**{**options, **changes})
+        changes = {"kind": "numpy", "path": str(write_files(source))} if source.kind == "synthetic" else {}
+        return section_class(**{**options, **changes})
 
     sources = [
         materialise(source, partial(rules.materialise_training, data, number=number))
         for number, source in enumerate(data.sources or (data.train,))
     ]
     held_out = {name: getattr(data, name) for name in ("validation", "test")}
-    synthetic = {name: part for name, part in held_out.items() if part is not None and part.kind == "synthetic"}
+    synthetic = {
+        name: section for name, section in held_out.items() if section is not None and section.kind == "synthetic"
+    }
     other_held_out = {
-        name: materialise(part, Path) if name not in synthetic else None for name, part in held_out.items()
+        name: materialise(section, Path) if name not in synthetic else None for name, section in held_out.items()
     }
     training = {"train": sources[0], "sources": None} if data.sources is None else {"sources": tuple(sources)}
     inputs, fractions = collect_inputs(data.model_copy(update={**training, **other_held_out}))
-    if len(sources) > 1 and data.is_synthetic and not any(part.rules for part in synthetic.values()):
+    if len(sources) > 1 and data.is_synthetic and not any(section.rules for section in synthetic.values()):
         # The source of each held-out sample is kept even without a sequence: meta-learning takes sources as tasks.
         inputs = tuple(replace(input, source_index=_parse_source_index(input)) for input in inputs)
     generated = [
         Input(
             find_files(Source(kind="numpy", path=str(folder))), name, source_index=number if len(sources) > 1 else None
         )
-        for name, part in synthetic.items()
-        for number, folder in enumerate(rules.materialise_held_out(data, part, table=name))
+        for name, section in synthetic.items()
+        for number, folder in enumerate(rules.materialise_held_out(data, section, table=name))
     ]
     return (*generated, *inputs), fractions
 
@@ -147,6 +150,7 @@ def _read_training_records(inputs: tuple[Input, ...], rules: Rules) -> Iterator[
 
 
 def _parse_source_index(input: Input) -> int | None:
+    """Return the number i of a table train.i; None for any other table."""
     number = input.table.partition(".")[2]
     return int(number) if number else None
 
@@ -183,6 +187,7 @@ def _build_probe_function(inputs: tuple[Input, ...], rules: Rules) -> Callable[[
 
 
 def _read_first_records(inputs: tuple[Input, ...], rules: Rules) -> Iterator[Record | BadRecord]:
+    """Yield the first training records, bad ones too. Raises DataError if the first record of a table is bad."""
     num_tried = 0
     for input in inputs:
         if not input.table.startswith("train"):
@@ -202,6 +207,7 @@ def _read_first_records(inputs: tuple[Input, ...], rules: Rules) -> Iterator[Rec
 def _build_encoder(
     data: Any, condition: str, probe_first: Callable[[Callable[[Record], Any]], Any], inputs: tuple[Input, ...]
 ) -> tuple[Encoder, dict[str, Any]]:
+    """Return the encoder of a medium, and values for meta.json. `probe_first` applies a probe to the first good record."""
     fields = {
         "label_field": data.condition_field if condition == "class" else None,
         "condition_field": data.condition_field if condition == "vector" else None,

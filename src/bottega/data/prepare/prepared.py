@@ -85,7 +85,7 @@ class PreparedData:
 
     @cached_property
     def classes(self) -> Classes:
-        """The classes of the labels; none if the data have no labels."""
+        """The classes of the labels; empty if the data has no labels."""
         return Classes(tuple(self.metadata.get("classes") or ()))
 
     def hash_samples(self, table: str) -> str:
@@ -250,12 +250,12 @@ def open_if_prepared(data: Data, *, task: str) -> PreparedData | None:
             if getattr(data, key, None) is not None:
                 raise UsageError(f"data.{key} cannot be applied to {path}, which contains prepared shards; remove it")
         prepared = open_prepared(path, task=task)
-        for name, part in (("validation", data.validation), ("test", data.test)):
-            if part is not None and part.path is not None:
+        for name, section in (("validation", data.validation), ("test", data.test)):
+            if section is not None and section.path is not None:
                 raise UsageError(
                     f"data.{name}.path: {path} contains prepared shards with splits of their own; remove it"
                 )
-            if part is not None and name == "test" and name not in prepared.tables:
+            if section is not None and name == "test" and name not in prepared.tables:
                 raise UsageError(f"data.{name}: {path} has no such split; prepare it again with one, or remove it")
         return prepared
     return None
@@ -315,7 +315,7 @@ def _write_tables(plan: PreparationPlan, folder: Path, progress: ProgressCallbac
 def _list_unread_splits(inputs: tuple[Input, ...]) -> tuple[str, ...]:
     split_names = {input.source_files.split_name for input in inputs}
     beside_train = {
-        part for input in inputs if input.table.startswith("train") for part in input.source_files.other_splits
+        split for input in inputs if input.table.startswith("train") for split in input.source_files.other_splits
     }
     return tuple(sorted(beside_train - split_names))
 
@@ -352,9 +352,8 @@ def _check_labels(plan: PreparationPlan, folder: Path) -> None:
         absent = [label for label in labels if label not in present]
         if absent:
             raise DataError(
-                f"{input.source_files.root}: no record has the class {absent[0]!r} of data.train.labels; of these "
-                "classes it has "
-                f"{', '.join(sorted(present))}"
+                f"{input.source_files.root}: no record has the class {absent[0]!r} of data.train.labels (those with "
+                f"records: {', '.join(sorted(present))}); remove it"
             )
 
 

@@ -47,7 +47,7 @@ class Rules:
     label: str = "label"
     clean: Cleaning | None = None
     filter: Filter | None = None
-    # Not in repr, so that data without class names keep the key they had before this option.
+    # Not in repr, so that data without class names has the key that it had before this option.
     class_names: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Class id to class name."""
 

@@ -32,7 +32,10 @@ NO_SPLIT_FIELD = "no field to split by"
 
 
 class ScannedRecord(NamedTuple):
-    """The properties of a record that decide its table; names are 64-bit hashes. Field names are those of files on disk."""
+    """The properties of a record that decide its table. Field names are those of files on disk.
+
+    `keys`, `files`, `labels`, `groups` and `contents` are 64-bit hashes; `sizes` is a number of characters, or 1.
+    """
 
     keys: int
     sizes: int = 0
@@ -41,7 +44,9 @@ class ScannedRecord(NamedTuple):
     groups: int = 0
     contents: int = 0
     kept: bool = False
+    """Whether the record is neither bad nor dropped by a rule."""
     placed: bool = False
+    """Whether its table is decided already, as for the held-out end of a single text."""
     signatures: np.ndarray | None = None
     """Only if near duplicates are removed."""
 
@@ -158,7 +163,7 @@ def decide_tables(
         records_per_job.append(summary["records"])
     # Checked before splitting: too few good records would fail there with a misleading message.
     tally.check(max_bad)
-    load = partial(_load_arrays, scan, len(records_per_job))
+    load = partial(_load_field, scan, len(records_per_job))
     is_accepted = load("kept")
     is_kept = is_accepted.copy()
     if scan.duplicates is not None:
@@ -203,6 +208,7 @@ def _iterate_split_groups(
 def _assign_group(
     scan: ScanJobs, load: Any, rows: np.ndarray, fractions: Shares, *, source_root: Path | None
 ) -> np.ndarray:
+    """Return the split of each of `rows` as an index in SPLITS; `source_root` is named in errors."""
     try:
         return assign_splits(_build_split_table(scan, load, rows), scan.split, fractions.validation, fractions.test)
     except DataError as error:
@@ -211,7 +217,8 @@ def _assign_group(
         raise DataError(f"{source_root}, which is split by itself in a sequence: {error}") from None
 
 
-def _load_arrays(scan: ScanJobs, num_jobs: int, name: str) -> np.ndarray:
+def _load_field(scan: ScanJobs, num_jobs: int, name: str) -> np.ndarray:
+    """Return one field of all scanned records (records,)."""
     arrays = [np.load(scan.job_folder(n) / f"{name}.npy", allow_pickle=False) for n in range(num_jobs)]
     return np.concatenate(arrays) if arrays else np.empty(0)
 

@@ -25,14 +25,14 @@ _LAST_TOKENIZER: dict[Path, Tokenizer] = {}
 
 
 def load_or_train_tokenizer(
-    spec: TokenizerSpec, existing: Tokenizer | None, texts: PlannedTexts, folder: Path, progress: ProgressCallback
+    spec: TokenizerSpec, existing: Tokenizer | None, planned: PlannedTexts, folder: Path, progress: ProgressCallback
 ) -> Tokenizer:
-    """Return the tokenizer saved in `folder` by a killed process, the `existing` one, or a newly trained one; save it there."""
+    """Return the tokenizer in `folder`; if there is none, save the `existing` one there, or one trained on the planned texts."""
     if (folder / "tokenizer_config.json").is_file():  # written last
         return open_tokenizer(folder)
     # Characters come from all splits, so that validation has no unknown characters; other tokenizers are trained on train only.
     read_all = spec.kind == "characters"
-    tokenizer = existing or build_tokenizer(spec, _read_texts(texts, progress, read_all=read_all))
+    tokenizer = existing or build_tokenizer(spec, _read_texts(planned, progress, read_all=read_all))
     tokenizer.save(folder)
     _LAST_TOKENIZER.clear()
     _LAST_TOKENIZER[folder] = tokenizer
@@ -58,11 +58,11 @@ def get_tokenizer_metadata(folder: Path) -> dict[str, Any]:
     }
 
 
-def _read_texts(texts: PlannedTexts, progress: ProgressCallback, *, read_all: bool) -> Iterator[str]:
-    plan = texts.plan
-    sizes = [sum(item.bytes for item in job) for job in texts.jobs]
+def _read_texts(planned: PlannedTexts, progress: ProgressCallback, *, read_all: bool) -> Iterator[str]:
+    plan = planned.plan
+    sizes = [sum(item.bytes for item in job) for job in planned.jobs]
     # A job reads one input; jobs of held-out inputs are not used for training.
-    tables = [plan.inputs[job[0].input].table for job in texts.jobs]
+    tables = [plan.inputs[job[0].input].table for job in planned.jobs]
     chosen_jobs = np.array([n for n, table in enumerate(tables) if read_all or table.startswith("train")])
     total_bytes = sum(sizes[n] for n in chosen_jobs)
     if not read_all and total_bytes > MAX_TRAINING_BYTES:
@@ -72,9 +72,9 @@ def _read_texts(texts: PlannedTexts, progress: ProgressCallback, *, read_all: bo
     done_bytes, num_records = 0, 0
     progress("tokenizer", 0, total_bytes)
     for number in map(int, chosen_jobs):
-        table_numbers = texts.decisions.for_job(number) if texts.decisions is not None else None
+        table_numbers = planned.decisions.for_job(number) if planned.decisions is not None else None
         position = -1
-        for item in texts.jobs[number]:
+        for item in planned.jobs[number]:
             for record in read_records(plan.inputs, item, plan.rules):
                 position += 1
                 num_records += 1

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 
 # GPT-2's table: printable Latin-1 stands for itself, every other byte for a symbol from U+0100 on.
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-_OTHERS = [byte for byte in range(256) if byte not in set(_PRINTABLE)]
-BYTE_BY_SYMBOL = {chr(byte): byte for byte in _PRINTABLE} | {chr(0x100 + i): byte for i, byte in enumerate(_OTHERS)}
+_UNPRINTABLE = [byte for byte in range(256) if byte not in set(_PRINTABLE)]
+BYTE_BY_SYMBOL = {chr(byte): byte for byte in _PRINTABLE} | {
+    chr(0x100 + i): byte for i, byte in enumerate(_UNPRINTABLE)
+}
 SYMBOLS = [symbol for symbol, _ in sorted(BYTE_BY_SYMBOL.items(), key=lambda pair: pair[1])]
 
 

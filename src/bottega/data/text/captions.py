@@ -101,7 +101,7 @@ class CaptionRows(Source):
 
     def __init__(self, source: Source, table: Table, caption_tokenizer: CaptionTokenizer) -> None:
         """`table` holds the rows of the samples."""
-        assert len(source) == len(table), "the table does not hold the rows of the samples"
+        assert len(source) == len(table), f"{len(source)} samples, but {len(table)} table rows"
         self.source, self.table, self.caption_tokenizer = source, table, caption_tokenizer
         missing = [number for number, text in enumerate(read_captions(table)) if not text]
         if missing:

@@ -98,7 +98,7 @@ def _remove_stray_joiners(text: str, options: Cleaning) -> str:
 def _normalise_spaces(text: str, *, is_start: bool, is_end: bool) -> str:
     """Collapse spaces, strip line ends, keep at most one empty line; a single tab stays, as it may separate columns.
 
-    The indentation of a line stays as it is: in code it has a meaning, and in prose it is harmless. Only the start of the
+    The indentation of a line is not changed: in code it has a meaning, and in prose it is harmless. Only the start of the
     whole text is stripped, because files of code do not begin with indentation and prose often does.
     """
     if not text.isascii():

@@ -1,6 +1,6 @@
 """Train a tokenizer in CLIP's format on captions, so that transformers' CLIPTokenizer gives the same tokens.
 
-Byte-level BPE over lower-cased words and punctuation without spaces; the last piece of a word ends in `</w>`. A text is
+Byte-level BPE over lower-cased words and punctuation without spaces; the last token of a word ends in `</w>`. A text is
 framed by `<|startoftext|>` and `<|endoftext|>`, which is also the padding token.
 """
 
@@ -43,11 +43,12 @@ def train_clip_tokenizer(tables: Sequence[Table], *, content: str, vocab_size: i
 
 
 def train_clip_bpe(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
-    """Train at most `vocab_size` tokens: all bytes, all bytes at the end of a word, merges, and two special tokens."""
+    """Train a CLIP tokenizer of at most `vocab_size` tokens: all bytes, all bytes at the end of a word, merges, and two special
+    tokens."""
     minimum = 2 * len(SYMBOLS) + 2
     if vocab_size < minimum:
         raise UsageError(
-            f"vocab_size: expected at least {minimum} (each byte within and at the end of words, and 2 special tokens), got {vocab_size}"
+            f"model.vocab_size: expected at least {minimum} (each byte within and at the end of words, and 2 special tokens), got {vocab_size}"
         )
     trained_backend = _build_backend(models.BPE(continuing_subword_prefix="", end_of_word_suffix=END_OF_WORD))
     # The trainer counts only the word ends that occur in the texts, so it may return a few more merges than fit.

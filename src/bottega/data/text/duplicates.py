@@ -88,7 +88,7 @@ def _hash_words(text: str) -> np.ndarray:
 
 
 def _hash_runs(words: np.ndarray, length: int) -> np.ndarray:
-    """Return a hash of each run of words: a polynomial in the words' hashes, mixed so that its high bits depend on all of it."""
+    """Return a hash of each run of `length` words: a polynomial in their hashes, mixed so that its high bits depend on all of it."""
     num_runs = len(words) - length + 1
     value = np.zeros(num_runs, dtype=np.uint64)
     for offset in range(length):
@@ -113,20 +113,21 @@ def choose_bands(threshold: float) -> tuple[int, int]:
 def find_near_unique(signatures: np.ndarray, threshold: float) -> np.ndarray:
     """Return bool `(texts,)`, true for the first text of each group of similar ones, from signatures `(texts, 128)`.
 
-    Similarity is transitive within a group. Memory grows with the number of texts, not of bands: they are processed one by one.
+    Texts that are similar to one text of a group belong to the group. Bands are processed one at a time, so that memory does
+    not grow with their number.
     """
     signatures = np.ascontiguousarray(signatures, dtype=np.uint32)
     parents = np.arange(len(signatures))
     num_bands, rows_per_band = choose_bands(threshold)
     min_agreements = int(np.ceil(threshold * NUM_PERMUTATIONS - 1e-9))
     for band in range(num_bands):
-        keys = _hash_bands(signatures[:, band * rows_per_band : (band + 1) * rows_per_band])
+        keys = _hash_band(signatures[:, band * rows_per_band : (band + 1) * rows_per_band])
         _join_groups(parents, signatures, np.argsort(keys, kind="stable"), keys, min_agreements)
     return _find_all_roots(parents) == np.arange(len(signatures))
 
 
-def _hash_bands(band: np.ndarray) -> np.ndarray:
-    """Return a hash of each row; collisions are resolved by comparing whole signatures."""
+def _hash_band(band: np.ndarray) -> np.ndarray:
+    """Return a hash of each text's values in one band `(texts, rows_per_band)`; whole signatures are compared afterwards."""
     keys = np.zeros(len(band), dtype=np.uint64)
     for column in band.T:
         keys = (keys ^ column) * np.uint64(0x9E3779B97F4A7C15)
@@ -137,7 +138,7 @@ def _hash_bands(band: np.ndarray) -> np.ndarray:
 def _join_groups(
     parents: np.ndarray, signatures: np.ndarray, order: np.ndarray, keys: np.ndarray, min_agreements: int
 ) -> None:
-    """Join the groups of texts that share a key and agree in `least` hashes. `order` sorts the keys, first text first.
+    """Join the groups of texts that share a key and agree in `min_agreements` hashes. `order` sorts texts by key, then by index.
 
     All texts of a key are compared with the first of them, and those that differ from it are compared again among
     themselves, so that no list of pairs is built. Two similar texts of which only one resembles the first are found by

@@ -67,8 +67,8 @@ def _gives_same_ids(encode: BatchEncoder, backend: tokenizers.Tokenizer) -> bool
     added_tokens = {token.content for token in backend.get_added_tokens_decoder().values()}
     ids = [token_id for token, token_id in backend.get_vocab().items() if token not in added_tokens]
     tokens = backend.decode_batch([[token_id] for token_id in ids], skip_special_tokens=False)
-    joined_probes = [f"{a} {b}{a}" for a, b in pairwise(PROBE_TEXTS)]
-    # A hundred tokens in each text: one by one, 32,000 tokens take half a second.
+    joined_probes = [f"{first} {second}{first}" for first, second in pairwise(PROBE_TEXTS)]
+    # A hundred tokens in each text: 32,000 texts of one token take half a second.
     token_probes = [separator.join(tokens[i : i + 100]) for i in range(0, len(tokens), 100) for separator in ("", " ")]
     probes = [*PROBE_TEXTS, *joined_probes, *token_probes]
     expected = [encoding.ids for encoding in backend.encode_batch_fast(probes, add_special_tokens=False)]
@@ -76,7 +76,7 @@ def _gives_same_ids(encode: BatchEncoder, backend: tokenizers.Tokenizer) -> bool
         actual = encode(probes)
     except Exception:
         return False
-    return all(np.array_equal(a, b) for a, b in zip(actual, expected, strict=True))
+    return all(np.array_equal(*pair) for pair in zip(actual, expected, strict=True))
 
 
 def _may_use_threads() -> bool:

@@ -36,6 +36,7 @@ class HardNegativeSampler:
         rank[order] = np.arange(len(group)) - starts[group[order]]
         entries = np.flatnonzero(sizes[group] > 1)
         self.group_start, self.group_size = starts[group[entries]], sizes[group[entries]]
+        """For each entry, where its group starts in `members`, and the number of captions in the group."""
         self.rank = rank[entries]
         """For each entry, the index of its caption within the group."""
         self.num_entries = np.bincount(caption[entries], minlength=len(texts))
@@ -43,9 +44,10 @@ class HardNegativeSampler:
         self.first_entry = np.concatenate([[0], np.cumsum(self.num_entries)])[:-1]
 
     def sample(self, captions: np.ndarray, position_draw: np.ndarray, word_draw: np.ndarray) -> np.ndarray:
-        """Return a hard negative for each of `captions`, by two 32-bit draws: of the position, and of the word there.
+        """Return the index of a hard negative for each caption index in `captions`.
 
-        A caption without a hard negative is returned unchanged.
+        `position_draw` and `word_draw` are random 32-bit integers: one chooses the position of the word that differs, the
+        other a caption that differs there. A caption without a hard negative is returned unchanged.
         """
         if not len(self.group_start):
             return captions

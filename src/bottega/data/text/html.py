@@ -72,27 +72,27 @@ class _Page:
         self.pieces: list[str] = []
         self.num_breaks = 2  # Line breaks at the end of the text so far; the page begins as if after an empty line.
         self.pre_depth = 0
-        self.missing_ends: set[str] = (
-            set()
-        )  # Names of the ends that the rest of the text does not have, so that it is not searched twice.
+        # Names of the ends that do not occur in the rest of the text, which is then not searched for them again.
+        self.missing_ends: set[str] = set()
 
     def read(self, text: str) -> str:
-        at = written_end = 0
-        while markup := _MARKUP.search(text, at):
+        position = written_end = 0
+        while markup := _MARKUP.search(text, position):
             start = markup.start()
             stop = self._find_end("-->", _COMMENT_END, text, start + 4) if text.startswith("<!--", start) else None
             tag = None if stop else _TAG.match(text, start)
             if stop is None and (match := tag or _DECLARATION.match(text, start)):
                 stop = match.end()
             if stop is None:
-                at = start + 1  # A lone "<" is text.
+                position = start + 1  # A lone "<" is text.
                 continue
             self._write(text[written_end:start])
-            at = written_end = self._write_tag(text, tag) if tag else stop
+            position = written_end = self._write_tag(text, tag) if tag else stop
         self._write(text[written_end:])
         return "".join(self.pieces).rstrip()
 
     def _find_end(self, name: str, pattern: re.Pattern[str], text: str, start: int) -> int | None:
+        """Return the position after the first match of `pattern` from `start` on; None if there is none."""
         if name not in self.missing_ends:
             if end := pattern.search(text, start):
                 return end.end()
@@ -100,9 +100,9 @@ class _Page:
         return None
 
     def _write_tag(self, text: str, tag: re.Match[str]) -> int:
-        """Write the breaks that a tag stands for, and return where to continue."""
-        closes, name = bool(tag[1]), tag[2].lower()
-        if name in _DROPPED_ELEMENTS and not closes and (name in _DROPPED_TO_END or not tag[0].endswith("/>")):
+        """Write the breaks or tab that a tag stands for, and return the position in the page to continue at."""
+        is_end_tag, name = bool(tag[1]), tag[2].lower()
+        if name in _DROPPED_ELEMENTS and not is_end_tag and (name in _DROPPED_TO_END or not tag[0].endswith("/>")):
             end = self._find_end(name, _DROPPED_ELEMENTS[name], text, tag.end())
             return end or (len(text) if name in _DROPPED_TO_END else tag.end())
         if name == "br":
@@ -111,10 +111,10 @@ class _Page:
             self._write_breaks(2)
         elif name in _LINE_ELEMENTS:
             self._write_breaks(1)
-        elif name in _CELL_ELEMENTS and not closes and not self.num_breaks:
+        elif name in _CELL_ELEMENTS and not is_end_tag and not self.num_breaks:
             self._write_separator("\t")
         if name == "pre":
-            self.pre_depth = max(self.pre_depth + (-1 if closes else 1), 0)
+            self.pre_depth = max(self.pre_depth + (-1 if is_end_tag else 1), 0)
         return tag.end()
 
     def _write(self, text: str) -> None:
@@ -133,7 +133,7 @@ class _Page:
             self.pieces.append(separator)
 
     def _write_breaks(self, count: int) -> None:
-        """Write line breaks up to `count`, and remove the space before them."""
+        """Write line breaks until the text ends in at least `count` of them, and remove the space before them."""
         if count > self.num_breaks:
             if not self.num_breaks and not self.pre_depth:
                 self.pieces[-1] = self.pieces[-1].rstrip(" \t")

@@ -1,4 +1,7 @@
-"""Prepared texts with one or several labels, in batches padded to their longest text."""
+"""Prepared texts with one or several labels, in batches padded to their longest text.
+
+T: the length of a batch in tokens   K: the number of classes
+"""
 
 from __future__ import annotations
 
@@ -65,7 +68,8 @@ class TextCollator:
         return cls(pad_token_id, tuple(special_tokens[0]), tuple(special_tokens[1]), min(limits, default=None))
 
     def compute_lengths(self, text_lengths: np.ndarray) -> np.ndarray:
-        """Return the lengths of collated texts; an empty text becomes one padding token, so that its mean is defined."""
+        """Return the lengths of collated texts; an empty text becomes one padding token, so that the mean over its tokens is
+        defined."""
         lengths = np.maximum(text_lengths + len(self.prefix) + len(self.suffix), 1)
         return lengths if self.max_length is None else np.minimum(lengths, self.max_length)
 
@@ -75,17 +79,17 @@ class TextCollator:
         return 0 if self.max_length is None else int((lengths > self.max_length).sum())
 
     def collate(self, ids: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
-        """Return `input_ids` and `attention_mask` of texts encoded without special tokens."""
+        """Return `input_ids` and `attention_mask`, int32 `(batch, T)`, of texts encoded without special tokens."""
         ends = np.cumsum([len(text_ids) for text_ids in ids])
         return self.gather(np.concatenate([*ids, np.zeros(0, np.int32)]), np.r_[0, ends[:-1]], ends)
 
     def gather(
-        self, values: np.ndarray, starts: np.ndarray, ends: np.ndarray, *, longest: int | None = None
+        self, values: np.ndarray, starts: np.ndarray, ends: np.ndarray, *, length_limit: int | None = None
     ) -> dict[str, np.ndarray]:
-        """Return `input_ids` and `attention_mask` `(batch, length)` of the texts values[start:end]; length is at most `longest`."""
+        """Return `input_ids` and `attention_mask`, int32 `(batch, T)` with T up to `length_limit`, of the texts values[start:end]."""
         lengths = self.compute_lengths(ends - starts)
         T = -(-int(lengths.max(initial=1)) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
-        T = min([T, *(limit for limit in (longest, self.max_length) if limit is not None)])
+        T = min([T, *(limit for limit in (length_limit, self.max_length) if limit is not None)])
         num_prefix, num_suffix = len(self.prefix), len(self.suffix)
         # Truncate the text, never its special tokens.
         text_lengths = np.clip(lengths - num_prefix - num_suffix, 0, ends - starts)
@@ -151,7 +155,7 @@ class LabelledTexts(Source):
         ends = self.table.ends("input_ids")
         starts = np.where(index > 0, ends[index - 1], 0)
         values = self.table.values("input_ids")
-        batch = self.collator.gather(values, starts, ends[index], longest=self.sequence_length)
+        batch = self.collator.gather(values, starts, ends[index], length_limit=self.sequence_length)
         return {**batch, "label" if self.labels.ndim == 1 else "labels": self.labels[index]}
 
     @property
@@ -172,7 +176,7 @@ class LabelledTexts(Source):
 def open_labelled_texts(
     prepared: PreparedData, table: str, *, classes: Classes | None = None, sequence_length: int | None = None
 ) -> LabelledTexts:
-    """Open the texts of one table; `classes` are those of a trained model, for other data than its own."""
+    """Open the texts of one table; `classes`, such as those of a trained model, replace those of the data."""
     label_classes = prepared.classes if classes is None else classes
     labels = encode_labels(
         prepared.table(table), label_classes, multi_label=prepared.metadata.get("multi_label", False)
@@ -219,9 +223,9 @@ def find_training_classes(
     class_names = set(count_classes(prepared))
     if len(class_names) < (1 if _is_multi_label(prepared) else 2):
         first_key = prepared.table(prepared.training_tables[0]).row("key", 0)
-        problem = f"are all of the class {class_names.pop()!r}" if class_names else "have no class"
+        problem = f"are of the class {class_names.pop()!r}" if class_names else "have no class"
         raise DataError(
-            f"data.train: the samples from {first_key} on {problem}, but a classifier needs at least two; {remedy}"
+            f"data.train: all samples (the first is {first_key}) {problem}, but a classifier needs several classes; {remedy}"
         )
     if include_held_out:
         return prepared.classes
@@ -238,8 +242,8 @@ def _check_labels(prepared: PreparedData, name: str, classes: Classes) -> None:
         unknown = next((label for label in _parse_class_names(prepared, text) if label not in class_names), None)
         if unknown is not None:
             raise DataError(
-                f"{table.row('key', row)}: in {name}, {_describe_unknown_label(unknown, classes)} (model.num_labels="
-                f"{len(prepared.classes)} would count it as a class)"
+                f"{table.row('key', row)}: in {name}, {_describe_unknown_label(unknown, classes)} (to count it as a class, set "
+                f"model.num_labels={len(prepared.classes)})"
             )
 
 

@@ -183,6 +183,7 @@ def _detect_arabic_language(text: str) -> str:
 
 
 def _detect_by_words(text: str, codes: list[str]) -> tuple[str, float]:
+    """Return the most likely of the language codes and a confidence from 0 to 1; ("", 0.0) if none is likely."""
     text = text.lower().replace("’", "'")
     words = _WORD.findall(text)
     if len(words) < 3:

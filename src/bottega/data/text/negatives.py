@@ -41,8 +41,8 @@ class ContrastiveRows(Source):
         seed: int,
         hard_fraction: float = 0.0,
     ) -> None:
-        """`table` holds the rows of the samples; `hard_fraction` of the negatives differ from the caption in one word."""
-        assert len(source) == len(table), "the table does not hold the rows of the samples"
+        """`table` holds the rows of the samples; `count` is N, and `hard_fraction` of the negatives differ in one word only."""
+        assert len(source) == len(table), f"{len(source)} samples, but {len(table)} table rows"
         self.source, self.table, self.caption_tokenizer = source, table, caption_tokenizer
         self.count, self.seed = count, seed
         self.num_hard = round(hard_fraction * count)

@@ -1,6 +1,6 @@
 """Tokenizers: convert text to ids and back exactly. Every kind has a `tokenizers` backend, so that transformers can load it.
 
-Text is never normalised, and text that happens to spell `<|endoftext|>` is text: only the id `end_of_text`, which no
+Text is never normalised, and text that happens to spell `<|endoftext|>` is text: only `eos_token_id`, which no
 text encodes to, ends a document. The exception is `words`, which is for classifiers: it lower-cases text and has one id
 for all unknown words, so it cannot be decoded exactly.
 """
@@ -109,7 +109,7 @@ class Tokenizer:
     @cached_property
     def byte_lengths(self) -> np.ndarray:
         """Number of UTF-8 bytes of the text of each id; 0 for special tokens."""
-        lengths = [len(piece) for piece in self.bytes_by_id or map(_approximate_bytes, self._tokens)]
+        lengths = [len(token_bytes) for token_bytes in self.bytes_by_id or map(_approximate_bytes, self._tokens)]
         for number, token in self.backend.get_added_tokens_decoder().items():
             if token.special:
                 lengths[number] = 0
@@ -164,10 +164,10 @@ class Tokenizer:
         if self.kind == "bytes":
             return (np.frombuffer(_encode_utf8(text, error_class), np.uint8).astype(self.dtype) for text in texts)
         if self.kind == "characters":
-            return (self._look_up(text, error_class) for text in texts)
-        return self._encode_groups(texts, error_class)
+            return (self._encode_characters(text, error_class) for text in texts)
+        return self._encode_in_batches(texts, error_class)
 
-    def _look_up(self, text: str, error_class: type[BottegaError]) -> np.ndarray:
+    def _encode_characters(self, text: str, error_class: type[BottegaError]) -> np.ndarray:
         _encode_utf8(text, error_class)
         code_points = np.frombuffer(text.encode("utf-32-le"), "<u4")
         ids = self._id_by_code_point[code_points]
@@ -203,8 +203,8 @@ class Tokenizer:
             encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, dtype=self.dtype) for encoding in encodings]
 
-    def _encode_groups(self, texts: Iterable[str], error_class: type[BottegaError]) -> Iterator[np.ndarray]:
-        """Encode pieces of several texts in one call, and join the ids of each text again."""
+    def _encode_in_batches(self, texts: Iterable[str], error_class: type[BottegaError]) -> Iterator[np.ndarray]:
+        """Yield the ids of each text; pieces of several texts are encoded in one call, and their ids are joined again."""
         batch: list[str] = []
         is_last: list[bool] = []  # whether each piece is the last of its text
         num_characters = 0
@@ -239,7 +239,7 @@ class Tokenizer:
 
 @final
 class StreamDecoder:
-    """Decodes ids one by one: `push` returns the text that an id completes, `finish` the incomplete rest."""
+    """Decodes one id at a time: `push` returns the text that an id completes, `finish` the text that is still incomplete."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -258,7 +258,7 @@ class StreamDecoder:
         return text
 
     def finish(self) -> str:
-        """Return the rest of the text, with incomplete characters replaced."""
+        """Return the text not yet returned, with incomplete characters replaced by U+FFFD."""
         if self.tokenizer.bytes_by_id is not None:
             return self.byte_decoder.decode(b"", final=True)
         return self.tokenizer.decode(self.ids)[self.num_returned :]
@@ -287,7 +287,7 @@ def _read_json_object(path: Path) -> dict[str, Any]:
 
 
 def _get_special_token(config: dict[str, Any], role: str) -> str | None:
-    """Return the token of a role, which a configuration gives as text or as an object."""
+    """Return the token of a role such as eos_token, which a configuration gives as text or as an object with `content`."""
     token = config.get(role)
     return token.get("content") if isinstance(token, dict) else token
 

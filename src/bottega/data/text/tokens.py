@@ -1,4 +1,4 @@
-"""Prepared tokens as samples: windows over one long memory-mapped array, or documents one by one.
+"""Prepared tokens as samples: windows over one long memory-mapped array, or one document each.
 
 T: the sequence length. A sample is T + 1 tokens, so that each of the first T has its successor as target.
 """
@@ -22,6 +22,7 @@ from bottega.data.tables.shards import Table
 BYTE_LENGTHS = "byte_lengths.bin"
 """File beside the tables with the number of bytes of each token of the vocabulary."""
 SPLIT_NAMES = {"validation": "validation", "test": "test", "replay": "earlier"}
+"""Names of tables in messages; all other tables are training tables."""
 
 
 class TokenSource(Source):
@@ -37,7 +38,8 @@ class TokenSource(Source):
         return SPLIT_NAMES.get(self.table_name, "training")
 
     def rows(self, index: np.ndarray, epoch: np.ndarray) -> dict[str, Any]:
-        """Return `input_ids`, `attention_mask` and `documents` (index of the document), `(batch, T + 1)`, and `bytes` of the targets."""
+        """Return `input_ids`, `attention_mask` and `documents` (number of the document within the sample), int32
+        `(batch, T + 1)`, and `bytes` int64 `(batch,)`, the UTF-8 bytes of all targets of a sample."""
         ids, mask = self._load_tokens(index, epoch)
         rows = {"input_ids": ids, "attention_mask": mask}
         if self.with_document_ids:
@@ -131,7 +133,7 @@ class TokenWindows(TokenSource):
         return f"{head}\n{self._decode_text(self._windows[start])}"
 
     def documents_at(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the documents in which each window begins and ends, in epoch 0."""
+        """Return the indices of the documents in which each window begins and ends, in epoch 0."""
         start = index * self.sequence_length + int(self._compute_offset(np.array([0])))
         ends = self.table.ends("tokens")
         first, last = (
@@ -196,15 +198,16 @@ class TokenDocuments(TokenSource):
         return self.table.values("score")[document]
 
     def documents_at(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the first and last document of each sample, which are the same."""
+        """Return the index of each sample's document, twice: a sample begins and ends in the same document."""
         document = np.searchsorted(self._sample_ends, index, side="right")
         return document, document
 
     def _find_spans(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the first token of each sample and the end of its tokens, as positions in the table."""
         document = np.searchsorted(self._sample_ends, index, side="right")
-        part = index - np.where(document > 0, self._sample_ends[document - 1], 0)
+        number_in_document = index - np.where(document > 0, self._sample_ends[document - 1], 0)
         ends = self.table.ends("tokens")
-        start = np.where(document > 0, ends[document - 1], 0) + part * self.sequence_length
+        start = np.where(document > 0, ends[document - 1], 0) + number_in_document * self.sequence_length
         return start, np.minimum(start + self.sequence_length + 1, ends[document])
 
     def _load_tokens(self, index: np.ndarray, epoch: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
