@@ -148,8 +148,8 @@ def test_a_generator_uses_the_text_encoder(run: Path, image_folder: Path, tmp_pa
     saved = bottega.load(bottega.train({}, values).path)
     text = saved.workload.text  # type: ignore[attr-defined]
     assert (text.metadata.max_tokens, text.metadata.is_masked) == (8, False)
-    aligned = bottega.load(run).workload.tokens.encode(["a red bar", ""])  # type: ignore[attr-defined]
-    encoded = text.tokens.encode(["a red bar", ""])
+    aligned = bottega.load(run).workload.caption_tokenizer.encode(["a red bar", ""])  # type: ignore[attr-defined]
+    encoded = text.caption_tokenizer.encode(["a red bar", ""])
     np.testing.assert_array_equal(encoded["input_ids"], aligned["input_ids"])
     assert saved.generate("a red bar", count=1, steps=2).shape == (1, 8, 8, 3)
 

@@ -69,7 +69,7 @@ class AudioMedium(Medium):
 
 
 def open_audio(
-    recipe: AudioRecipe, prepared: PreparedData, *, space: LatentSpace | None, codes: CodeTokenizer | None
+    recipe: AudioRecipe, prepared: PreparedData, *, space: LatentSpace | None, code_tokenizer: CodeTokenizer | None
 ) -> AudioMedium:
     """Measure the spectrograms of the training data, with the bands of the vocoder and the scale of a frozen model."""
     vocoder = load_vocoder(recipe.model.vocoder) if recipe.model.vocoder is not None else None
@@ -81,8 +81,10 @@ def open_audio(
     if space is not None:
         mel = load_mel_processor(space.folder, recipe, prepared, **frequency_band)
     else:
-        mel = fit_mel_processor(recipe, prepared, multiple=_choose_frame_multiple(recipe, codes), **frequency_band)
-        mel = mel if codes is None else codes.match_mel(mel)
+        mel = fit_mel_processor(
+            recipe, prepared, multiple=_choose_frame_multiple(recipe, code_tokenizer), **frequency_band
+        )
+        mel = mel if code_tokenizer is None else code_tokenizer.match_mel(mel)
     return AudioMedium(recipe, mel, lambda: vocoder)
 
 
@@ -103,9 +105,9 @@ def _load_saved_vocoder(recipe: AudioRecipe, processor: MelProcessor, folder: Pa
     return vocoder
 
 
-def _choose_frame_multiple(recipe: AudioRecipe, codes: CodeTokenizer | None) -> int:
+def _choose_frame_multiple(recipe: AudioRecipe, code_tokenizer: CodeTokenizer | None) -> int:
     """Return what the number of frames has to be divisible by."""
-    if codes is not None:
-        return codes.downsample
+    if code_tokenizer is not None:
+        return code_tokenizer.downsample
     model = recipe.model
     return model.patch_size if model.backbone == "dit" else 2 ** (model.stages - 1)

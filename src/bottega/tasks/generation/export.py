@@ -163,13 +163,13 @@ def _write_text_encoder(workload: GenerationWorkload, encoder: Any, folder: Path
     assert workload.text.metadata.encoder is not None
     encoder.save_pretrained(folder / "text_encoder")
     source, target = resolve_encoder_folders(workload.text.metadata.encoder)[1], folder / "tokenizer"
-    workload.text.tokens.tokenizer.save(target)
+    workload.text.caption_tokenizer.tokenizer.save(target)
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
     path = target / "tokenizer_config.json"
     config = json.loads(path.read_text()) if path.is_file() else {}
-    _write_json(path, {**config, "model_max_length": workload.text.tokens.length})
+    _write_json(path, {**config, "model_max_length": workload.text.caption_tokenizer.length})
 
 
 def _build_config(workload: GenerationWorkload) -> dict[str, Any]:
