@@ -110,7 +110,8 @@ class CodeTokenizer:
             if value != (expected := getattr(tokenizer_mel.mel, name)):
                 owner = "model.vocoder" if name in ("low", "high") else f"data.{name}"
                 raise UsageError(
-                    f"{owner}: {value}, but model.tokenizer ({self.metadata.folder}) was trained with {name} {expected}"
+                    f"{owner}: {name} is {value}, but model.tokenizer ({self.metadata.folder}) was trained with "
+                    f"{expected}; use the same"
                 )
         return mel.model_copy(update={"scale": tokenizer_mel.scale})
 

@@ -29,7 +29,7 @@ def build_shape(
     text: TextCondition | None,
     base_folder: Path | None,
 ) -> GeneratorShape | CodeGeneratorShape:
-    """Return the shape of the model for samples or latents of these sides: (grid, channels)."""
+    """Return the shape of the model; `sides` are (grid, channels) of the samples or latents, `patch` the sides of a patch."""
     grid, channels = sides
     common: dict[str, Any] = {
         "grid": grid,

@@ -27,7 +27,7 @@ from bottega.tasks.metadata import read_metadata
 TOKENIZER_FOLDER, METADATA_FILE = "text", "text.json"
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "spiece.model", "tokenizer.model")
 DEFAULT_MAX_TOKENS, MAX_FROZEN_TOKENS = 32, 128
-"""Default lengths of captions: with an encoder that is trained, and at most with a frozen one."""
+"""Default of max_tokens with an encoder that is trained, and its upper limit with a frozen one."""
 NUM_SAVED_PROMPTS, NUM_DEFAULT_PROMPTS = 16, 4
 """Captions of the data that are saved with a run, and how many of them are used if no prompt is given."""
 
@@ -45,7 +45,9 @@ class TextMetadata(BaseModel):
     """Hash of the frozen encoder: the model works only with the encoder it was trained with."""
     width: int = 0
     vocab_size: int = 0
+    """Width of the frozen encoder's outputs, and number of its embeddings."""
     is_masked: bool = True
+    """Whether the frozen encoder masks padding."""
 
 
 @final
@@ -83,7 +85,7 @@ class TextCondition:
         return [prompts] if isinstance(prompts, str) else list(prompts or self.prompts[:NUM_DEFAULT_PROMPTS])
 
     def encode(self, prompts: list[str]) -> dict[str, np.ndarray]:
-        """Return tokens of prompts; raise UsageError for text that is not valid Unicode."""
+        """Return `input_ids` and `attention_mask` of prompts; raise UsageError for text that is not valid Unicode."""
         for prompt in prompts:
             try:
                 prompt.encode()

@@ -44,7 +44,7 @@ Progress = Callable[[str, int, int], None]
 
 
 def open_workload(recipe: Recipe, *, progress: Progress) -> GenerationWorkload:
-    """Prepare the data of a recipe, and compute its latents if data.latents is set."""
+    """Prepare the data of a recipe, compute its latents if data.latents is set, and choose the model."""
     checked = _check_recipe(recipe)
     prepared, model = prepare_media(checked, progress=progress), checked.model
     code_tokenizer = resolve_code_tokenizer(checked) if model.backbone == "tokens" else None
@@ -124,7 +124,7 @@ class GenerationWorkload(Workload):
     ) -> None:
         """Take either prepared data, or the fingerprint that the data of a finished run must have.
 
-        `latents` are tables of latents that were computed beforehand, by the names of their tables.
+        `latents` are precomputed latents by the name of the table that they were computed from.
         """
         self.recipe, self.medium, self.metadata, self.task = recipe, medium, metadata, task
         self.tables, self.code_tokenizer, self.text, self._latents = tables, code_tokenizer, text, latents or {}
@@ -146,7 +146,7 @@ class GenerationWorkload(Workload):
             read=self._read_saved_metadata,
             write_files=self._write_files,
             mel=tables.mel,
-            has_files=self._has_vocoder,
+            has_files=self._has_needed_files,
         )
         self.sampler = GenerationSampler(
             recipe,
@@ -214,9 +214,9 @@ class GenerationWorkload(Workload):
         if isinstance(self.medium, AudioMedium) and self.medium.vocoder is not None:
             self.medium.vocoder.save(folder / VOCODER_FOLDER)
 
-    def _has_vocoder(self, folder: Path) -> bool:
-        is_needed = isinstance(self.medium, AudioMedium) and self.medium.vocoder is not None
-        return not is_needed or (folder / VOCODER_FOLDER).is_dir()
+    def _has_needed_files(self, folder: Path) -> bool:
+        needs_vocoder = isinstance(self.medium, AudioMedium) and self.medium.vocoder is not None
+        return not needs_vocoder or (folder / VOCODER_FOLDER).is_dir()
 
     def export(self, models: Models, folder: Path) -> dict[str, Any]:
         from bottega.tasks.generation.export import export_generator
@@ -291,7 +291,7 @@ def _read_condition_size(recipe: GeneratorRecipe, prepared: PreparedData) -> int
 
 
 def _read_condition_vectors(recipe: GeneratorRecipe, prepared: PreparedData, count: int) -> list[list[float]]:
-    """Return the condition vectors of the first training samples."""
+    """Return the condition vectors of the first `count` training samples, from the beginning again if there are fewer."""
     rows = open_media_source(recipe, prepared, prepared.training_tables[0], is_training=False)
     index = np.arange(count) % len(rows)
     vectors: list[list[float]] = rows.rows(index, np.zeros_like(index))["condition"].tolist()
@@ -337,7 +337,7 @@ def _cache_latents(
         return {}
     names = [name for name in prepared.tables if name != "test"]
     rows = {name: tables.read_rows(prepared, name, is_training=name not in ("validation", "test")) for name in names}
-    samples = {name: (table, to_mel_samples(table, tables.mel)) for name, table in rows.items()}
+    samples = {name: (table_rows, to_mel_samples(table_rows, tables.mel)) for name, table_rows in rows.items()}
     return compute_latents(
         metadata.latents,
         metadata.shape.sample,
