@@ -159,7 +159,7 @@ class GenerationWorkload(Workload):
 
     @property
     def frozen_hashes(self) -> dict[str, str]:
-        return collect_frozen_hashes(latents=self.metadata.latents, codes=self.code_tokenizer, text=self.text)
+        return collect_frozen_hashes(latents=self.metadata.latents, code_tokenizer=self.code_tokenizer, text=self.text)
 
     def _read_table(self, prepared: PreparedData, name: str, *, is_training: bool) -> Source:
         if name not in self._latents:
