@@ -151,10 +151,13 @@ def load_mel_processor(
     for key, value in settings.items():
         expected = getattr(processor.mel, key)
         if expected != value:
-            owner = "model.vocoder" if key in ("low", "high") else f"data.{key}"
-            raise UsageError(
-                f"{owner}: {key} is {value}, but model.vae ({folder}) was trained with {expected}; use the same"
+            is_band = key in ("low", "high")
+            owner, remedy = (
+                ("model.vocoder", "give a vocoder with that band")
+                if is_band
+                else (f"data.{key}", f"set data.{key}={expected}")
             )
+            raise UsageError(f"{owner}: {value}, but model.vae ({folder}) was trained with {key} {expected}; {remedy}")
     sources: list[Any] = [
         open_media_source(recipe, prepared, name, is_training=False) for name in prepared.training_tables
     ]
