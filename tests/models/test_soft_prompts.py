@@ -33,59 +33,57 @@ def _count_parameters(shape: SoftPromptShape) -> int:
         return sum(parameter.numel() for parameter in SoftPrompts(shape).parameters())
 
 
-def test_llama_7b_has_the_published_number_of_parameters() -> None:
+def test_soft_prompts_of_llama_7b_have_the_published_number_of_parameters() -> None:
     assert _count_parameters(LLAMA_7B) == LLAMA_7B.num_parameters == 3_678_976
 
 
 @pytest.mark.parametrize("prefixes", [0, 1, 3])
 @pytest.mark.parametrize("projection", [None, 12])
-def test_parameter_count_matches_the_shape(prefixes: int, projection: int | None) -> None:
+def test_counts_of_parameters_and_prefixes_match_the_shape(prefixes: int, projection: int | None) -> None:
     shape = TINY.model_copy(update={"num_prefix_tokens": prefixes, "projection": projection})
     assert _count_parameters(shape) == shape.num_parameters
     assert len(build_soft_prompts(shape, 0).prefixes()) == (shape.num_layers if prefixes else 0)
 
 
-def test_initial_values_depend_on_seed_and_name() -> None:
+def test_initial_values_depend_only_on_seed_and_name() -> None:
     first, repeated, other = (dict(build_soft_prompts(TINY, seed).named_parameters()) for seed in (3, 3, 4))
-    fewer = dict(build_soft_prompts(TINY.model_copy(update={"num_prefix_tokens": 0}), 3).named_parameters())
+    without_prefixes = dict(build_soft_prompts(TINY.model_copy(update={"num_prefix_tokens": 0}), 3).named_parameters())
     for name, value in first.items():
         assert torch.equal(value, repeated[name])
         assert name.endswith("bias") or not torch.equal(value, other[name])
-        assert name not in fewer or torch.equal(value, fewer[name])
+        assert name not in without_prefixes or torch.equal(value, without_prefixes[name])
 
 
 @pytest.mark.parametrize("projection", [None, 200])
 def test_initial_scales_of_tokens_outputs_and_prefixes(projection: int | None) -> None:
     shape = TINY.model_copy(update={"projection": projection, "num_prefix_tokens": 50, "head_size": 32})
     soft = build_soft_prompts(shape, 0, token_scale=0.3)
-    normed = torch.randn(512, 2, 256, generator=torch.Generator().manual_seed(0))
-    assert soft(lambda _: normed).std().item() == pytest.approx(1.0, rel=0.1)
+    hidden_states = torch.randn(512, 2, 256, generator=torch.Generator().manual_seed(0))
+    assert soft(lambda _: hidden_states).std().item() == pytest.approx(1.0, rel=0.1)
     assert soft.image_tokens.std().item() == pytest.approx(0.3, rel=0.1)
-    keys, values = zip(*soft.prefixes(), strict=True)
-    for part in (*keys, *values):
-        assert 0.005 < part.std().item() < 0.04  # far below the keys and values of a layer, which are about 1
+    for prefix in (prefix for keys_and_values in soft.prefixes() for prefix in keys_and_values):
+        assert 0.005 < prefix.std().item() < 0.04  # far below the keys and values of a layer, which are about 1
 
 
 @pytest.mark.parametrize("projection", [None, 6])
-def test_each_layer_has_its_own_keys_and_values(projection: int | None) -> None:
+def test_every_layer_and_token_has_different_keys_and_values(projection: int | None) -> None:
     soft = build_soft_prompts(TINY.model_copy(update={"projection": projection}), 0)
-    parts = [part for both in soft.prefixes() for part in both]
-    assert [tuple(part.shape) for part in parts] == [(5, 8)] * 6
-    assert all(not torch.equal(a, b) for i, a in enumerate(parts) for b in parts[:i])
-    assert len({part[index].detach().numpy().tobytes() for part in parts for index in range(5)}) == 30
+    prefixes = [prefix for keys_and_values in soft.prefixes() for prefix in keys_and_values]
+    assert [tuple(prefix.shape) for prefix in prefixes] == [(5, 8)] * 6
+    assert len({prefix[token].detach().numpy().tobytes() for prefix in prefixes for token in range(5)}) == 30
 
 
-def test_projected_token_affects_only_its_own_prefix_in_all_layers() -> None:
+def test_a_prefix_embedding_changes_the_keys_and_values_of_its_token_in_every_layer() -> None:
     soft = build_soft_prompts(TINY.model_copy(update={"projection": 6}), 0)
-    before = torch.stack([torch.stack(both) for both in soft.prefixes()])
+    before = torch.stack([torch.stack(keys_and_values) for keys_and_values in soft.prefixes()])
     with torch.no_grad():
         soft.prefix_embedding[3] += 1
-    changed = torch.stack([torch.stack(both) for both in soft.prefixes()]) != before
+    changed = torch.stack([torch.stack(keys_and_values) for keys_and_values in soft.prefixes()]) != before
     assert changed[:, :, 3].all()
     assert not changed[:, :, [0, 1, 2, 4]].any()
 
 
-def test_prefixes_match_the_saved_layout() -> None:
+def test_prefixes_are_the_keys_and_values_of_the_parameter() -> None:
     soft = build_soft_prompts(TINY, 0)
     for layer, (keys, values) in enumerate(soft.prefixes()):
         assert torch.equal(keys, soft.prefix[layer, 0])
@@ -93,14 +91,14 @@ def test_prefixes_match_the_saved_layout() -> None:
 
 
 @pytest.mark.parametrize("projection", [None, 6])
-def test_gradients_reach_every_parameter(projection: int | None) -> None:
+def test_the_mapping_is_applied_and_gradients_reach_every_parameter(projection: int | None) -> None:
     soft = build_soft_prompts(TINY.model_copy(update={"projection": projection}), 0)
 
-    def read(prompts: SoftPrompts) -> torch.Tensor:
+    def read_states(prompts: SoftPrompts) -> torch.Tensor:
         assert prompts is soft
         pooled = sum((keys * values).sum() for keys, values in prompts.prefixes())
         return prompts.image_tokens[None] * pooled
 
-    soft(read).square().sum().backward()
+    soft(read_states).square().sum().backward()
     assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in soft.parameters())
-    assert torch.equal(soft.mapping(read(soft)), soft(read))
+    assert torch.equal(soft.mapping(read_states(soft)), soft(read_states))

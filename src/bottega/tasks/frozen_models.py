@@ -54,18 +54,20 @@ def hash_named_files(files: Iterable[Path]) -> str:
     return hashlib.sha256(repr(hashes).encode()).hexdigest()
 
 
-def collect_frozen_hashes(*, latents: Any, codes: Any, text: Any) -> dict[str, str]:
+def collect_frozen_hashes(*, latents: Any, code_tokenizer: Any, text: Any) -> dict[str, str]:
     """Return the hashes of a generator's frozen models by the names of `RECIPE_KEYS`.
 
-    `latents` is the metadata of the autoencoder, `codes` the code tokenizer, `text` the text condition; None where absent.
+    `latents` is the metadata of the autoencoder, `text` the text condition; each is None if the generator has none.
     """
     hashes = {
         "autoencoder": latents.content if latents is not None else None,
-        "tokenizer": codes.metadata.content if codes is not None else None,
+        "tokenizer": code_tokenizer.metadata.content if code_tokenizer is not None else None,
         "text encoder": text.metadata.content if text is not None else None,
     }
     if hashes["text encoder"] is not None:
-        hashes["caption tokenizer"] = text.tokens.fingerprint  # its folder may differ from that of the encoder
+        hashes["caption tokenizer"] = (
+            text.caption_tokenizer.fingerprint
+        )  # its folder may differ from that of the encoder
     return {name: content for name, content in hashes.items() if content is not None}
 
 

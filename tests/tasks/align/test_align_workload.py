@@ -95,11 +95,11 @@ def test_training_aligns_images_and_captions(run: Path) -> None:
 
 def test_the_export_classifies_new_images(run: Path) -> None:
     folder = resolve_clip_folder(run)
-    clip, tokens = load_clip(folder), load_clip_tokenizer(folder)
+    clip, tokenizer = load_clip(folder), load_clip_tokenizer(folder)
     rng = np.random.default_rng(1)
     labels = [(colour, shape) for colour in COLOURS for shape in SHAPES]
     images = np.stack([draw_shape(*pair, rng) for pair in labels])
-    ids = torch.from_numpy(tokens.encode([f"a {colour} {shape}" for colour, shape in labels])["input_ids"])
+    ids = torch.from_numpy(tokenizer.encode([f"a {colour} {shape}" for colour, shape in labels])["input_ids"])
     with torch.no_grad():
         best = (clip.encode_images(torch.from_numpy(images / 127.5 - 1)) @ clip.encode_texts(ids).T).argmax(1)
     assert (best.numpy() == np.arange(6)).mean() > 0.8
@@ -148,13 +148,13 @@ def test_a_generator_uses_the_text_encoder(run: Path, image_folder: Path, tmp_pa
     saved = bottega.load(bottega.train({}, values).path)
     text = saved.workload.text  # type: ignore[attr-defined]
     assert (text.metadata.max_tokens, text.metadata.is_masked) == (8, False)
-    aligned = bottega.load(run).workload.tokens.encode(["a red bar", ""])  # type: ignore[attr-defined]
-    encoded = text.tokens.encode(["a red bar", ""])
+    aligned = bottega.load(run).workload.caption_tokenizer.encode(["a red bar", ""])  # type: ignore[attr-defined]
+    encoded = text.caption_tokenizer.encode(["a red bar", ""])
     np.testing.assert_array_equal(encoded["input_ids"], aligned["input_ids"])
     assert saved.generate("a red bar", count=1, steps=2).shape == (1, 8, 8, 3)
 
 
-def test_generate_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_is_refused_and_evaluate_is_not(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(run)]) == 2
     assert "a CLIP does not generate" in capsys.readouterr().err
     assert main(["generate", str(run), "--prompt", "a bar"]) == 2

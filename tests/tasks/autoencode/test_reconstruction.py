@@ -69,10 +69,10 @@ def test_sums_and_counts_do_not_depend_on_the_micro_batches(name: str) -> None:
 def test_padding_rows_do_not_count(name: str) -> None:
     task, images = TASKS[name], smooth_images(3)
     models = build_models(task, 0)
-    single = {"image": images[:2]}
+    unpadded = {"image": images[:2]}
     padded = {"image": images, "weight": np.array([1, 1, 0], np.float32)}
-    assert task.counts(padded) == task.counts(single)
-    with_padding, without_padding = compute_loss(task, models, padded), compute_loss(task, models, single)
+    assert task.counts(padded) == task.counts(unpadded)
+    with_padding, without_padding = compute_loss(task, models, padded), compute_loss(task, models, unpadded)
     for term in with_padding.terms:
         assert with_padding.terms[term][0].item() == pytest.approx(without_padding.terms[term][0].item(), rel=1e-6)
     for metric in with_padding.metrics:
@@ -91,7 +91,7 @@ def test_loss_terms_match_their_definitions(distance: Any) -> None:
     output = compute_loss(task, {"model": model}, {"image": images})
     assert output.terms["loss"][0].item() / 2 == pytest.approx(0.25 if distance == "l1" else 0.0625, rel=1e-5)
     assert output.metrics["mse"][0].item() / 2 == pytest.approx(0.0625, rel=1e-5)
-    # The divergence of N(0.5, 1/e) from N(0, 1) is ln(1/sigma) + (sigma^2 + mu^2 - 1) / 2; 256 of them to 768 values.
+    # The divergence of N(0.5, 1/e) from N(0, 1) is ln(1/sigma) + (sigma^2 + mu^2 - 1) / 2; 256 latents for 768 values.
     nats = 0.5 + (math.exp(-1) + 0.25 - 1) / 2
     assert output.terms["kl"][0].item() / 2 == pytest.approx(nats * 256 / 768, rel=1e-5)
     assert output.terms["kl"][1] == 0.5

@@ -23,7 +23,7 @@ from bottega.tasks.generation.export_codes import open_exported_code_generator
 from bottega.tasks.recipes import load_recipe
 from small_run import differing_tensors, read_tensors
 
-NOT_OURS = ("model.num_layers", "model.num_heads", "model.patch_size", "samples.steps")
+GENERATOR_KEYS = ("model.num_layers", "model.num_heads", "model.patch_size", "samples.steps")
 TOKENIZER: dict[str, Any] = {
     "model.levels": [4, 4],
     "model.hidden_size": 8,
@@ -33,7 +33,7 @@ TOKENIZER: dict[str, Any] = {
 
 
 def tokenizer_settings(folder: Path, medium: str = "image", **changes: Any) -> dict[str, Any]:
-    common = {k: v for k, v in getattr(small_media, medium)(folder).items() if k not in NOT_OURS}
+    common = {k: v for k, v in getattr(small_media, medium)(folder).items() if k not in GENERATOR_KEYS}
     return {**common, "task": "image_tokens", "data.input": medium, **TOKENIZER, **changes}
 
 
@@ -222,8 +222,8 @@ def test_an_exported_generator_is_self_contained(run: Path, tmp_path: Path) -> N
     task, models = open_exported_code_generator(elsewhere)
     rows = {"label": torch.tensor([0, 1, 2])}
     rng = Noise(0, 0, torch.arange(3), torch)
-    with saved.engine.sampling() as own:
-        expected = saved.workload.task.draw(own, rows, rng)
+    with saved.engine.sampling() as run_models:
+        expected = saved.workload.task.draw(run_models, rows, rng)
     assert torch.equal(task.draw(models, rows, rng), expected)
     assert json.loads((elsewhere / "config.json").read_text())["samples"]["temperature"] == 1.0
     again = train_generator(

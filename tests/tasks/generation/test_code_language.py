@@ -73,9 +73,9 @@ def build(language: CodeLanguage, seed: int = 0) -> dict[str, Any]:
 
 def batch(count: int, *, codes: int = CODES, seed: int = 0) -> dict[str, Tensor]:
     """Return samples whose codes are in the lower half for class 0 and in the upper half for class 1."""
-    rng_of_data = np.random.default_rng(seed)
+    data_rng = np.random.default_rng(seed)
     label = np.arange(count) % CLASSES
-    image = rng_of_data.integers(0, codes // 2, (count, 2, 3, 1)) + label.reshape(-1, 1, 1, 1) * (codes // 2)
+    image = data_rng.integers(0, codes // 2, (count, 2, 3, 1)) + label.reshape(-1, 1, 1, 1) * (codes // 2)
     return {"image": torch.from_numpy(image.astype(np.float32)), "label": torch.from_numpy(label.astype(np.int32))}
 
 

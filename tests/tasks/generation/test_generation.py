@@ -198,8 +198,8 @@ def test_rows_with_weight_zero_do_not_count() -> None:
     weight = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 1.0])
     padded = {**batch, "image": torch.where(weight.view(-1, 1, 1, 1) > 0, batch["image"], 1e6), "weight": weight}
     indices = torch.tensor([0, 2, 3, 5])
-    single = compute_loss(generation, models, rows(indices.numpy()), Noise(0, 0, indices, torch))
-    assert compute_loss(generation, models, padded, rng(6)) == pytest.approx(single, rel=1e-6)
+    without_padding = compute_loss(generation, models, rows(indices.numpy()), Noise(0, 0, indices, torch))
+    assert compute_loss(generation, models, padded, rng(6)) == pytest.approx(without_padding, rel=1e-6)
     assert generation.counts({name: value.numpy() for name, value in padded.items()}) == {"loss": 4.0}
     assert generation.counts({name: value.numpy() for name, value in batch.items()}) == {"loss": 6.0}
 
@@ -268,11 +268,11 @@ def test_a_sample_does_not_depend_on_its_batch(kind: str, method: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["class", "vector", "text"])
-def test_guidance_interpolates_conditional_and_unconditional_predictions(kind: str) -> None:
+def test_guidance_combines_conditional_and_unconditional_predictions_linearly(kind: str) -> None:
     """1 is exactly the conditional model, 0 exactly the unconditional one, and other values extrapolate linearly."""
     generation = task(kind)
     models = randomise_models(generation)
-    random, none = Noise(3, 0, torch.arange(3), torch), torch.ones(3, dtype=torch.bool)
+    random, drop_all = Noise(3, 0, torch.arange(3), torch), torch.ones(3, dtype=torch.bool)
 
     def sample_with(indices: list[int], guidance: float) -> Tensor:
         with torch.no_grad():
@@ -280,7 +280,7 @@ def test_guidance_interpolates_conditional_and_unconditional_predictions(kind: s
 
     def reference(guidance: float) -> Tensor:
         conditional, unconditional = (
-            generation._encode_condition(models, rows([0, 1, 2]), drop=drop) for drop in (~none, none)
+            generation._encode_condition(models, rows([0, 1, 2]), drop=drop) for drop in (~drop_all, drop_all)
         )
 
         def predict(x: Tensor, time: Tensor) -> Tensor:

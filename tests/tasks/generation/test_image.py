@@ -81,7 +81,7 @@ def test_the_same_seed_gives_the_same_bytes(run_command: Any, run: Path, tmp_pat
     assert first == again != other
 
 
-def test_generate_writes_one_file_per_image_by_default_under_the_run(
+def test_generate_writes_one_file_per_image_and_by_default_under_the_run(
     run_command: Any, run: Path, tmp_path: Path
 ) -> None:
     command = run_command(
@@ -112,10 +112,10 @@ def test_an_image_does_not_depend_on_the_sampling_batch_size(run: Path) -> None:
         options: dict[str, Any] = {"device": "cpu", "seed": 0, "steps": 3, "guidance": 2.0}
         progress: list[tuple[int, int]] = []
         at_once = saved.workload.sampler.draw(models, rows, **options)
-        parts = saved.workload.sampler.draw(
+        in_batches = saved.workload.sampler.draw(
             models, rows, **options, batch_size=2, progress=lambda stage, done, total: progress.append((done, total))
         )
-    np.testing.assert_allclose(parts, at_once, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(in_batches, at_once, rtol=0, atol=1e-5)
     assert [done for done, _ in progress] == sorted(done for done, _ in progress)
     assert progress[-1] == (27, 27)
 

@@ -107,8 +107,8 @@ def test_a_latent_run_samples_evaluates_and_exports(run: Any, tmp_path: Path) ->
     task, models = open_exported_generator(tmp_path / "out")
     assert task.latents is not None
     assert task.latents.folder == str(tmp_path / "out" / "vae")
-    with saved.engine.sampling() as own:
-        for name, value in own["vae"].state_dict().items():
+    with saved.engine.sampling() as run_models:
+        for name, value in run_models["vae"].state_dict().items():
             torch.testing.assert_close(models["vae"].state_dict()[name], value, rtol=0, atol=0)
 
 

@@ -33,8 +33,8 @@ class CleanPrediction(VariancePreserving):
     def split_prediction(self, predicted, x, alpha, sigma):
         return predicted, (x - alpha * predicted) / sigma
 
-    def min_snr_weight(self, snr, most):
-        return snr.clamp(max=most)
+    def min_snr_weight(self, snr, max_snr):
+        return snr.clamp(max=max_snr)
 
 
 OBJECTIVE = CleanPrediction
@@ -60,9 +60,9 @@ def test_every_file_defines_an_objective() -> None:
     assert list_objective_names()[:3] == ("flow", "noise", "v"), "the order in which a schema lists them"
     objective_classes = [find_objective(name) for name in list_objective_names()]
     assert len(set(objective_classes)) == len(objective_classes)
-    for name, kind in zip(list_objective_names(), objective_classes, strict=True):
-        assert issubclass(kind, Objective)
-        assert not inspect.isabstract(kind)
+    for name, objective_class in zip(list_objective_names(), objective_classes, strict=True):
+        assert issubclass(objective_class, Objective)
+        assert not inspect.isabstract(objective_class)
         assert NoisePath(objective=name).scheduler(None)[0].endswith("Scheduler")
         assert Generator(objective=name).objective == name
 
@@ -75,7 +75,7 @@ def test_unknown_objectives_are_refused(name: str) -> None:
 
 
 def test_a_new_objective_is_one_file(tmp_path: Path) -> None:
-    """A copy of the package with that file trains, samples, reloads and exports it."""
+    """A copy of the package with one more file trains, samples, reloads and exports the objective."""
     assert json.loads(run_with_file("tasks/generation/objectives/clean.py", NEW, TRAIN, tmp_path)) == [2, 8, 8, 1]
     scheduler = json.loads((tmp_path / "exported" / "scheduler" / "scheduler_config.json").read_text())
     assert scheduler["prediction_type"] == "sample"

@@ -86,11 +86,11 @@ def test_times_of_the_flow_are_logit_normal_or_uniform() -> None:
     quantiles = torch.tensor([0.1, 0.25, 0.5, 0.75, 0.9])
     # Quantiles of the standard normal; those of 200,000 draws are well within 0.01.
     normal = torch.tensor([-1.28155, -0.67449, 0.0, 0.67449, 1.28155])
-    times_of_training = NoisePath().draw_times(many_draws())
-    assert ((times_of_training > 0) & (times_of_training < 1)).all()
-    torch.testing.assert_close(times_of_training.quantile(quantiles), normal.sigmoid(), rtol=0, atol=4e-3)
-    even = NoisePath(times="uniform").draw_times(many_draws())
-    torch.testing.assert_close(even.quantile(quantiles), quantiles, rtol=0, atol=4e-3)
+    training_times = NoisePath().draw_times(many_draws())
+    assert ((training_times > 0) & (training_times < 1)).all()
+    torch.testing.assert_close(training_times.quantile(quantiles), normal.sigmoid(), rtol=0, atol=4e-3)
+    uniform_times = NoisePath(times="uniform").draw_times(many_draws())
+    torch.testing.assert_close(uniform_times.quantile(quantiles), quantiles, rtol=0, atol=4e-3)
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -171,8 +171,8 @@ def test_shift_multiplies_the_noise_to_data_ratio(times: Literal["logit_normal",
     def ratio(t: Tensor) -> Tensor:
         return t / (1 - t)
 
-    times_of_training = [ratio(path.draw_times(many_draws(1000)).double()) for path in (plain, shifted)]
-    torch.testing.assert_close(times_of_training[1], 3 * times_of_training[0], rtol=1e-3, atol=0)
+    training_times = [ratio(path.draw_times(many_draws(1000)).double()) for path in (plain, shifted)]
+    torch.testing.assert_close(training_times[1], 3 * training_times[0], rtol=1e-3, atol=0)
     grid = shifted.grid(8, "cpu")
     torch.testing.assert_close(ratio(grid[1:]), 3 * ratio(plain.grid(8, "cpu")[1:]))
     assert grid[0] == 1

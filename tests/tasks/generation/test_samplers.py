@@ -67,9 +67,9 @@ def test_orders_of_convergence(path: NoisePath) -> None:
 
     scaled_linear is excluded: its noise grows like the square root of time, which uniform steps resolve badly.
     """
-    for method, least in (("euler", 1.7), ("heun", 3.0), ("dpm", 3.0)):
+    for method, min_ratio in (("euler", 1.7), ("heun", 3.0), ("dpm", 3.0)):
         few, many = error(path, method, 8), error(path, method, 64)  # type: ignore[arg-type]
-        assert (few / many) ** (1 / 3) > least, method
+        assert (few / many) ** (1 / 3) > min_ratio, method
         assert many < 0.04
     assert error(path, "euler", 16) / error(path, "euler", 32) == pytest.approx(2, abs=0.1)
     assert error(path, "heun", 16) / error(path, "heun", 32) == pytest.approx(4, abs=0.5)

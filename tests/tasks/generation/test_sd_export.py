@@ -93,8 +93,8 @@ def test_the_pipeline_matches_our_samples(folder: Path, pipeline: Any) -> None:
     swapped = {name: rows.flip(0) for name, rows in batch.items()}
     with torch.no_grad():
         expected, other = (
-            task.draw(models, rows_of_prompts, rng, steps=1, method="euler", guidance=3.0)
-            for rows_of_prompts in (batch, swapped)
+            task.draw(models, prompt_rows, rng, steps=1, method="euler", guidance=3.0)
+            for prompt_rows in (batch, swapped)
         )
     assert images.shape == (2, 32, 32, 3)
     assert images.std() > 0.02

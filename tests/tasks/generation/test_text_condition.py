@@ -67,8 +67,8 @@ def run(image_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(train(tmp_path_factory.mktemp("run"), image_folder).path)
 
 
-def brightness(samples: np.ndarray, prompts: int = 2) -> np.ndarray:
-    return samples.reshape(prompts, -1).mean(1)
+def brightness(samples: np.ndarray, num_prompts: int = 2) -> np.ndarray:
+    return samples.reshape(num_prompts, -1).mean(1)
 
 
 def test_a_prompt_determines_the_image(run: Path) -> None:
@@ -151,12 +151,12 @@ def test_class_names_are_prompts_of_audio_and_video(task: str, tmp_path: Path) -
     data.mkdir()
     for name, values in {**arrays[task], "label": np.array(["low", "high"] * 8)}.items():
         np.save(data / f"{name}.npy", values)
-    own = {
+    medium_settings = {
         "audio": {"data.fft_size": 256, "data.hop_size": 128, "data.num_mels": 16},
         "video": {"data.num_frames": 2},
     }
     small = {"training.max_steps": 1, "model.num_layers": 1, "training.batch_size": 4, "data.train.kind": "numpy"}
-    saved = bottega.load(train(tmp_path, data, **{"task": task, **small, **own[task]}).path)
+    saved = bottega.load(train(tmp_path, data, **{"task": task, **small, **medium_settings[task]}).path)
     samples = saved.generate(["low", "high"], count=1, steps=1)
     assert len(samples) == 2
     assert np.isfinite(samples.astype(np.float64)).all()
@@ -172,14 +172,14 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_clip.save_clip(tmp_path_factory.mktemp("clip"))
 
 
-def frozen(folder: Path, **changes: Any) -> dict[str, Any]:
+def frozen_settings(folder: Path, **changes: Any) -> dict[str, Any]:
     return {"model.text.from": str(folder), "model.text.max_tokens": None, "name": "frozen", **changes}
 
 
 @pytest.fixture(scope="module")
 def frozen_run(image_folder: Path, clip: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     before = {file.name: file.read_bytes() for file in clip.iterdir()}
-    result = train(tmp_path_factory.mktemp("frozen"), image_folder, **frozen(clip))
+    result = train(tmp_path_factory.mktemp("frozen"), image_folder, **frozen_settings(clip))
     assert before == {file.name: file.read_bytes() for file in clip.iterdir()}
     return Path(result.path)
 
@@ -211,7 +211,7 @@ def test_the_empty_caption_is_tokenized_as_clip_does(frozen_run: Path) -> None:
 def test_a_changed_text_encoder_is_refused(frozen_run: Path, image_folder: Path, clip: Path, tmp_path: Path) -> None:
     runs, base = tmp_path / "runs", tmp_path / "base"
     shutil.copytree(clip, base)
-    changes = frozen(base, **{"training.max_steps": 2, "checkpoint.every": 1})
+    changes = frozen_settings(base, **{"training.max_steps": 2, "checkpoint.every": 1})
     result = train(runs, image_folder, **changes)
     tiny_clip.save_clip(base, seed=1)
     with pytest.raises(CheckpointError, match="is not the text encoder that this run was trained with") as caught:
@@ -245,7 +245,7 @@ def test_legacy_tokenizer_files_give_the_same_tokens(image_folder: Path, clip: P
     merges = "\n".join(" ".join(pair) if isinstance(pair, list) else pair for pair in model["merges"])
     (old / "merges.txt").write_text(f"#version: 0.2\n{merges}\n")
     (old / "tokenizer.json").unlink()
-    result = train(tmp_path / "runs", image_folder, **frozen(old, **{"training.max_steps": 1}))
+    result = train(tmp_path / "runs", image_folder, **frozen_settings(old, **{"training.max_steps": 1}))
     expected = tiny_clip.tokenizer()(list(PROMPTS), padding="max_length", max_length=tiny_clip.LENGTH)
     tokens = bottega.load(result.path).workload.text.encode(list(PROMPTS))
     np.testing.assert_array_equal(tokens["input_ids"], expected.input_ids)
@@ -253,4 +253,4 @@ def test_legacy_tokenizer_files_give_the_same_tokens(image_folder: Path, clip: P
 
 def test_more_tokens_than_an_encoder_reads_are_refused(image_folder: Path, clip: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"model\.text\.max_tokens: 99 is more than the 12"):
-        train(tmp_path, image_folder, **frozen(clip, **{"model.text.max_tokens": 99}))
+        train(tmp_path, image_folder, **frozen_settings(clip, **{"model.text.max_tokens": 99}))

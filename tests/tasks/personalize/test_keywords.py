@@ -54,7 +54,7 @@ def _decode(prompts: PromptBuilder, ids: Any) -> str:
     return prompts.tokenizer.decode(ids)
 
 
-def _quiet(stage: str, done: int, total: int) -> None:
+def _check_stage(stage: str, done: int, total: int) -> None:
     assert stage == "keywords"
 
 
@@ -104,7 +104,7 @@ def test_the_wish_may_be_anywhere_in_the_preference_template(model_folder: Path,
 
 
 @pytest.mark.parametrize("length", [40, 55, 70, 200])
-def test_the_oldest_captions_are_truncated_first(model_folder: Path, tmp_path: Path, length: int) -> None:
+def test_the_oldest_captions_are_dropped_first(model_folder: Path, tmp_path: Path, length: int) -> None:
     builder = PromptBuilder(model_folder, SHORT, length=length)
     captions = [f"a red star {number}" for number in range(20)]
     for prompt, start in (
@@ -242,21 +242,21 @@ def test_decoded_keywords_are_among_the_allowed_words(
 ) -> None:
     generator = _generator(model_folder, SHORT, cache=tmp_path)
     records = [_record([f"a {first} star", f"a {second} moon"]) for first in ALLOWED for second in ALLOWED]
-    steps: list[tuple[int, int]] = []
+    progress: list[tuple[int, int]] = []
     keywords = generator.generate_preferences(
-        records, model, "cpu", lambda stage, done, total: steps.append((done, total))
+        records, model, "cpu", lambda stage, done, total: progress.append((done, total))
     )
     assert all(1 <= len(words) <= 2 and set(words) <= set(ALLOWED) for words in keywords)
     assert len(set(keywords)) > 1  # the keywords depend on the prompt
-    assert steps[0] == (0, 36)
-    assert steps[-1] == (36, 36)
+    assert progress[0] == (0, 36)
+    assert progress[-1] == (36, 36)
     assert generator.notes == []
     # The answers do not depend on the batch.
     other_generator = _generator(model_folder, SHORT, cache=tmp_path / "other")
-    assert other_generator.generate_preferences(records[5:6], model, "cpu", _quiet) == keywords[5:6]
+    assert other_generator.generate_preferences(records[5:6], model, "cpu", _check_stage) == keywords[5:6]
     assert (
-        other_generator.generate_targets(["a star", "a star"], model, "cpu", _quiet)[0]
-        == generator.generate_targets(["a star"], model, "cpu", _quiet)[0]
+        other_generator.generate_targets(["a star", "a star"], model, "cpu", _check_stage)[0]
+        == generator.generate_targets(["a star"], model, "cpu", _check_stage)[0]
     )
 
 
@@ -264,8 +264,8 @@ def test_empty_answers_are_counted_in_a_note(model_folder: Path, tmp_path: Path)
     generator = _generator(model_folder, FREE, cache=tmp_path)
     scripted = _ScriptedModel(generator, "Keywords: red, blue, moon", "")
     records = [_record(["red"]), _record(["blue star"])]
-    assert generator.generate_preferences(records, scripted, "cpu", _quiet) == [("red", "blue"), ()]
-    assert generator.generate_targets(["moon"], scripted, "cpu", _quiet) == [("red", "blue")]
+    assert generator.generate_preferences(records, scripted, "cpu", _check_stage) == [("red", "blue"), ()]
+    assert generator.generate_targets(["moon"], scripted, "cpu", _check_stage) == [("red", "blue")]
     (note,) = generator.notes
     assert note.startswith("keywords: 1 of 2 preference answers contain no keyword")
 
@@ -277,22 +277,24 @@ def test_cached_prompts_are_not_decoded_again(model_folder: Path, tmp_path: Path
     generator = _generator(model_folder, FREE, cache=tmp_path)
     scripted = _ScriptedModel(generator, "red", "blue", "")
     records = [_record([word]) for word in ALLOWED]
-    keywords = generator.generate_preferences([*records, *records], scripted, "cpu", _quiet)
+    keywords = generator.generate_preferences([*records, *records], scripted, "cpu", _check_stage)
     assert scripted.rows == 6  # each distinct history is decoded once
     again = _generator(model_folder, FREE, cache=tmp_path)
-    assert again.generate_preferences([*records, *records], _fail_if_loaded, "cpu", _quiet) == keywords
-    more = again.generate_preferences([*records, _record(["new"])], scripted, "cpu", _quiet)
+    assert again.generate_preferences([*records, *records], _fail_if_loaded, "cpu", _check_stage) == keywords
+    more = again.generate_preferences([*records, _record(["new"])], scripted, "cpu", _check_stage)
     assert scripted.rows == 7
     assert more[:6] == keywords[:6]
 
 
-def test_the_cache_depends_on_the_model_and_the_prompt(model_folder: Path, tmp_path: Path) -> None:
+def test_the_cache_depends_on_the_model_and_the_prompt_but_not_on_the_folder(
+    model_folder: Path, tmp_path: Path
+) -> None:
     records = [_record(["a red star"])]
 
     def count_decoded_rows(folder: Path, options: Keywords) -> int:
         generator = _generator(folder, options, cache=tmp_path)
         scripted = _ScriptedModel(generator, "red")
-        generator.generate_preferences(records, scripted, "cpu", _quiet)
+        generator.generate_preferences(records, scripted, "cpu", _check_stage)
         return scripted.rows
 
     assert count_decoded_rows(model_folder, FREE) == 1
@@ -309,9 +311,9 @@ def test_the_cache_depends_on_the_model_and_the_prompt(model_folder: Path, tmp_p
         {"item": "- {caption}\n"},
     ):
         assert count_decoded_rows(model_folder, FREE.model_copy(update=change)) == 1, change
-    tokens = json.loads((copy / "tokenizer.json").read_text())
-    tokens["added_tokens"].append({**tokens["added_tokens"][0], "id": 290, "content": "<new>"})
-    (copy / "tokenizer.json").write_text(json.dumps(tokens))
+    tokenizer = json.loads((copy / "tokenizer.json").read_text())
+    tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 290, "content": "<new>"})
+    (copy / "tokenizer.json").write_text(json.dumps(tokenizer))
     assert count_decoded_rows(copy, FREE) == 1
 
 
@@ -329,18 +331,18 @@ def test_a_damaged_cache_line_is_decoded_again(
 ) -> None:
     generator = _generator(model_folder, FREE, cache=tmp_path)
     records = [_record(["red"]), _record(["blue star"])]
-    keywords = generator.generate_preferences(records, _ScriptedModel(generator, "red", "blue"), "cpu", _quiet)
+    keywords = generator.generate_preferences(records, _ScriptedModel(generator, "red", "blue"), "cpu", _check_stage)
     (file,) = (tmp_path / "keywords").glob("*.jsonl")
     file.write_text(damage(file.read_text()))
     scripted = _ScriptedModel(generator, *(" ".join(words) for words in keywords))
-    again = generator.generate_preferences(records, scripted, "cpu", _quiet)
+    again = generator.generate_preferences(records, scripted, "cpu", _check_stage)
     assert scripted.rows >= 1
     assert len(again) == 2
-    assert generator.generate_preferences(records, _fail_if_loaded, "cpu", _quiet) == again
+    assert generator.generate_preferences(records, _fail_if_loaded, "cpu", _check_stage) == again
 
 
 def test_an_unwritable_cache_is_reported_with_its_remedy(model_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "keywords").write_text("a file")
     generator = _generator(model_folder, FREE, cache=tmp_path)
     with pytest.raises(EnvironmentProblem, match=r"cannot write keywords to .* set XDG_CACHE_HOME"):
-        generator.generate_targets(["moon"], _ScriptedModel(generator, "red"), "cpu", _quiet)
+        generator.generate_targets(["moon"], _ScriptedModel(generator, "red"), "cpu", _check_stage)

@@ -29,8 +29,8 @@ def open_task(folder: Any) -> tuple[Personalize, Models, dict[str, Tensor]]:
     batch = next(iter_eval_batches(workload.data.validation(), COUNT))
     rows = {name: torch.from_numpy(value) for name, value in batch.items() if name != "index"}
     rows |= {
-        name: torch.from_numpy(v)
-        for name, v in workload.condition_tokenizer.encode_texts("negative", [""] * COUNT).items()
+        name: torch.from_numpy(value)
+        for name, value in workload.condition_tokenizer.encode_texts("negative", [""] * COUNT).items()
     }
     return workload.task, build_models(workload.task, 0), rows
 
@@ -135,10 +135,10 @@ def test_each_part_of_the_condition_has_its_weight(
 
 def test_soft_tokens_depend_on_the_history(task: Personalize, models: Models, batch: dict[str, Tensor]) -> None:
     with torch.no_grad():
-        own = task.compute_soft_tokens(models, batch)
-        others = task.compute_soft_tokens(models, {n: v.roll(1, 0) for n, v in batch.items()})
-    torch.testing.assert_close(others.roll(-1, 0), own, rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(own[0], own[1], atol=1e-3)
+        tokens = task.compute_soft_tokens(models, batch)
+        rolled = task.compute_soft_tokens(models, {n: v.roll(1, 0) for n, v in batch.items()})
+    torch.testing.assert_close(rolled.roll(-1, 0), tokens, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(tokens[0], tokens[1], atol=1e-3)
 
 
 def test_dropped_keywords_equal_an_empty_text(task: Personalize, models: Models, batch: dict[str, Tensor]) -> None:

@@ -63,7 +63,7 @@ def test_a_checkpoint_holds_the_soft_prompts_and_nothing_else(run: Path, saved: 
         "language model",
         "language model's tokenizer",
         "CLIP",
-        *(f"image generator's {part}" for part in components),
+        *(f"image generator's {name}" for name in components),
     }
     assert set(frozen) == names, "frozen models are stored as hashes only"
 
@@ -413,16 +413,16 @@ def test_sample_best_takes_the_candidate_with_the_highest_score(saved: SavedRun)
         images, chosen, scores = workload.image_sampler.sample_best(models, records, keywords, **options)
         weightings = saved.recipe.samples.weightings
         candidates = [
-            workload.image_sampler.sample_images(models, records, keywords, weights=array, **options)
-            for array in weightings
+            workload.image_sampler.sample_images(models, records, keywords, weights=weights, **options)
+            for weights in weightings
         ]
     for number, (weights, score) in enumerate(zip(chosen, scores, strict=True)):
         assert np.array_equal(images[number], candidates[weightings.index(weights)][number])
         texts = {"likes": [keywords[number].texts[0]], "wishes": [records[number].wish_or_caption]}
         scored = workload.image_sampler.load_clip_scorer("cpu").score_candidates(
-            [array[number : number + 1] for array in candidates], **texts
+            [candidate[number : number + 1] for candidate in candidates], **texts
         )
-        totals = [array.compute_total(2 / 3) for (array,) in scored]
+        totals = [candidate_score.compute_total(2 / 3) for (candidate_score,) in scored]
         assert score.compute_total(2 / 3) == pytest.approx(max(totals), abs=1e-5)
 
 
@@ -445,12 +445,14 @@ def test_arms_differ_only_in_their_conditions(saved: SavedRun) -> None:
     with saved.engine.sampling() as models:
         options: dict[str, Any] = {"device": "cpu", "seed": 0}
         images = {arm: generate_arm(workload, models, records, arm=arm, **options)[0] for arm in ARMS}
-        images_of_others = {
+        images_with_other_histories = {
             arm: generate_arm(workload, models, others, arm=arm, **options)[0] for arm in ("none", "soft")
         }
     assert len({array.tobytes() for array in images.values()}) == len(ARMS)
-    assert np.array_equal(images["none"], images_of_others["none"]), "the arm 'none' does not use the history"
-    assert not np.array_equal(images["soft"], images_of_others["soft"])
+    assert np.array_equal(images["none"], images_with_other_histories["none"]), (
+        "the arm 'none' does not use the history"
+    )
+    assert not np.array_equal(images["soft"], images_with_other_histories["soft"])
 
 
 @pytest.mark.parametrize(

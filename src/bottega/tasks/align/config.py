@@ -43,7 +43,7 @@ class AlignModel(Model):
 def build_clip_shape(
     model: AlignModel, *, image_size: int, vocab_size: int, bos: int, eos: int, padding: int
 ) -> ClipShape:
-    """Return the shape of the CLIP of a recipe for this image size and vocabulary."""
+    """Return the shape of a recipe's CLIP; `bos`, `eos` and `padding` are the ids of the special tokens."""
     shared = {"num_attention_heads": model.num_heads, "attention_dropout": model.dropout or 0.0, "hidden_act": "gelu"}
     config = {
         "model_type": "clip",

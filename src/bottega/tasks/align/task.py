@@ -27,8 +27,8 @@ class Alignment(Task):
     """Pairwise sigmoid loss over images, their captions and N negatives each.
 
     A batch holds `image` (b, height, width, channels) from -1 to 1; `texts` (b, 1 + N, tokens), the image's own caption
-    first; `caption` (b, 1 + N), an id that is equal for equal captions; `counts` (b, 1 + N), false where a text is not a
-    negative; and optionally `weight` (b,), where 0 marks padding rows.
+    first; `caption` (b, 1 + N), an id that is equal for equal captions; `counts` (b, 1 + N), false for drawn captions
+    that equal the image's own and so are not negatives; and optionally `weight` (b,), where 0 marks padding rows.
     """
 
     shape: ClipShape

@@ -65,27 +65,27 @@ def open_workload(recipe: Recipe, *, progress: Callable[[str, int, int], None]) 
         raise DataError("data.train: all captions are equal, so there are no negatives; give each image its own")
     frame = load_image_encoder(prepared).bucket_shape(0)
     if base_folder is not None:
-        shape, tokens = (
+        shape, caption_tokenizer = (
             read_clip_shape(base_folder, key="model.from"),
             load_clip_tokenizer(base_folder, key="model.from"),
         )
     else:
         model = checked.model
         folder = train_clip_tokenizer(tables, content=prepared.fingerprint, vocab_size=model.vocab_size)
-        tokens = CaptionTokenizer(folder, model.max_tokens)
-        shape = _build_shape(checked, frame, tokens)
-    metadata = AlignMetadata(shape=shape, frame=frame, tokens=tokens.fingerprint)
-    return AlignWorkload(checked, metadata, tokens, prepared=prepared, base_folder=base_folder)
+        caption_tokenizer = CaptionTokenizer(folder, model.max_tokens)
+        shape = _build_shape(checked, frame, caption_tokenizer)
+    metadata = AlignMetadata(shape=shape, frame=frame, tokens=caption_tokenizer.fingerprint)
+    return AlignWorkload(checked, metadata, caption_tokenizer, prepared=prepared, base_folder=base_folder)
 
 
 def reopen_workload(recipe: Recipe, processor: Path, fingerprint: str) -> AlignWorkload:
     """Return the workload of a finished run, from its saved processor."""
     checked, metadata = _check_recipe(recipe), _read_metadata(processor)
-    tokens = CaptionTokenizer(processor / TOKENIZER_FOLDER, metadata.shape.max_tokens)
+    caption_tokenizer = CaptionTokenizer(processor / TOKENIZER_FOLDER, metadata.shape.max_tokens)
     return AlignWorkload(
         checked,
         metadata,
-        tokens,
+        caption_tokenizer,
         expected_fingerprint=fingerprint,
         base_folder=find_base_folder(checked, processor=processor),
     )
@@ -106,13 +106,13 @@ def _check_recipe(recipe: Recipe) -> AlignRecipe:
     return recipe
 
 
-def _build_shape(recipe: AlignRecipe, frame: tuple[int, int, int], tokens: CaptionTokenizer) -> ClipShape:
+def _build_shape(recipe: AlignRecipe, frame: tuple[int, int, int], caption_tokenizer: CaptionTokenizer) -> ClipShape:
     (height, width, _), patch = frame, recipe.model.patch_size
     if height != width:
         raise DataError(f"data.train: images are {height} x {width}, but a CLIP needs squares; set data.image_size")
     if height % patch:
         raise UsageError(f"model.patch_size: {patch} does not divide the side of the images, {height}")
-    tokenizer = tokens.tokenizer
+    tokenizer = caption_tokenizer.tokenizer
     prefix_ids, _ = tokenizer.special_tokens_around
     return build_clip_shape(
         recipe.model,
@@ -135,14 +135,14 @@ class AlignWorkload(Workload):
         self,
         recipe: AlignRecipe,
         metadata: AlignMetadata,
-        tokens: CaptionTokenizer,
+        caption_tokenizer: CaptionTokenizer,
         *,
         prepared: PreparedData | None = None,
         expected_fingerprint: str | None = None,
         base_folder: Path | None = None,
     ) -> None:
         """Take either prepared data, or the fingerprint that the data of a finished run must have."""
-        self.recipe, self.metadata, self.tokens = recipe, metadata, tokens
+        self.recipe, self.metadata, self.caption_tokenizer = recipe, metadata, caption_tokenizer
         self.task: Alignment = Alignment(
             shape=metadata.shape,
             negatives=recipe.model.negatives,
@@ -154,7 +154,7 @@ class AlignWorkload(Workload):
             recipe,
             frame=metadata.frame,
             classes=Classes(()),
-            to_samples=lambda rows: ContrastiveRows(rows, rows.table, tokens, **negatives),
+            to_samples=lambda rows: ContrastiveRows(rows, rows.table, caption_tokenizer, **negatives),
         )
         self.data: TableData = build_media_data(
             self.tables,
@@ -163,19 +163,19 @@ class AlignWorkload(Workload):
             notes=lambda _: _note_overridden_sizes(recipe, metadata),
         )
         self.processor = MediaProcessor(metadata, read=_read_complete_metadata, write_files=self._write_files)
-        self.sampler = AlignSampler(recipe, self.tables, self.data, tokens)
+        self.sampler = AlignSampler(recipe, self.tables, self.data, caption_tokenizer)
 
     def _write_files(self, folder: Path) -> None:
-        self.tokens.save(folder / TOKENIZER_FOLDER)
+        self.caption_tokenizer.save(folder / TOKENIZER_FOLDER)
         (folder / METADATA_FILE).write_text(self.metadata.model_dump_json(indent=1) + "\n")
 
     def export(self, models: Models, folder: Path) -> dict[str, Any]:
         """Write a CLIP of transformers with its tokenizer and its image processor."""
         export_clip(models["model"], folder)
-        self.tokens.save(folder)
+        self.caption_tokenizer.save(folder)
         path = folder / "tokenizer_config.json"
         # Pipelines of diffusers pad captions to the length that the tokenizer states.
-        config = {**json.loads(path.read_bytes()), "model_max_length": self.tokens.length}
+        config = {**json.loads(path.read_bytes()), "model_max_length": self.caption_tokenizer.length}
         path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         return {"library_name": "transformers", "pipeline_tag": "zero-shot-image-classification"}
 
@@ -184,8 +184,10 @@ class AlignWorkload(Workload):
 class AlignSampler(Sampler):
     """Held-out images, each with the caption that scores highest."""
 
-    def __init__(self, recipe: AlignRecipe, tables: MediaTables, data: TableData, tokens: CaptionTokenizer) -> None:
-        self.recipe, self.tables, self.data, self.tokens = recipe, tables, data, tokens
+    def __init__(
+        self, recipe: AlignRecipe, tables: MediaTables, data: TableData, caption_tokenizer: CaptionTokenizer
+    ) -> None:
+        self.recipe, self.tables, self.data, self.caption_tokenizer = recipe, tables, data, caption_tokenizer
 
     def sample(self, models: Models, folder: Path, *, device: Any) -> None:
         """Write a contact sheet of validation images, or of training images if none are held out."""
@@ -202,7 +204,7 @@ class AlignSampler(Sampler):
     @torch.no_grad()
     def score_pairs(self, model: Clip, pixels: np.ndarray, texts: list[str], *, device: Any) -> np.ndarray:
         """Return logits (images, texts) that each pair belongs together; pixels are from -1 to 1."""
-        ids = torch.from_numpy(self.tokens.encode(texts)["input_ids"]).to(device)
+        ids = torch.from_numpy(self.caption_tokenizer.encode(texts)["input_ids"]).to(device)
         images = model.encode_images(torch.from_numpy(pixels).to(device))
         return model.logits(images, model.encode_texts(ids)).float().cpu().numpy()
 

@@ -28,10 +28,11 @@ class Codes(Task):
     """
 
     key: str
+    """Batch field with the data: image or mel."""
     shape: CodesShape
     distance: Distance = "l1"
     commitment_weight: float = Field(default=0.25, ge=0.0)
-    """Weight of the commitment loss; FSQ has no codebook and ignores it."""
+    """Weight of the commitment loss; ignored by FSQ, which has no learned codebook."""
     value_range: float = Field(default=2.0, gt=0.0)
     """Largest minus smallest possible value of the data, for PSNR."""
     pretrained: str | None = None

@@ -38,6 +38,7 @@ from bottega.tasks.workload import Workload
 
 METADATA_FILE = "codes.json"
 CHUNK_SIZE = 256
+"""Number of samples that are encoded at once."""
 SHEET_COLUMNS = 8
 """Even, so that an image and its reconstruction are neighbours."""
 MEL_RANGE = 2.0
@@ -46,12 +47,13 @@ TokensRecipe = ImageTokensRecipe | AudioTokensRecipe
 
 
 class TokensMetadata(BaseModel):
-    """Shape of the model and sides of the data; saved with the run."""
+    """Shapes of the model and of the data; saved with the run."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     shape: CodesShape
     grid: tuple[int, ...]
+    """Sides of the data, without channels."""
 
 
 def open_workload(recipe: Recipe, *, progress: Callable[[str, int, int], None]) -> TokensWorkload:
@@ -126,10 +128,10 @@ class TokensWorkload(Workload):
         return self.task.summary(metrics)
 
     def measure_code_usage(self, models: Models, source: Source, *, device: Any) -> dict[str, float]:
-        """Return how many of the codes a dataset uses; this is not a mean over samples, so all samples are counted at once."""
+        """Return `codes_used` and `code_perplexity` over a dataset: not means over samples, so all are counted at once."""
         codes = [
-            models["model"].encode(torch.from_numpy(_read_chunk(source, first, self.key)).to(device)).cpu().numpy()
-            for first in range(0, len(source), CHUNK_SIZE)
+            models["model"].encode(torch.from_numpy(_read_chunk(source, start, self.key)).to(device)).cpu().numpy()
+            for start in range(0, len(source), CHUNK_SIZE)
         ]
         return measure_code_usage(np.concatenate(codes), self.shape.num_codes)
 
@@ -164,8 +166,8 @@ class TokensSampler(Sampler):
             write_audio_files(self.mel.decode(pairs), self.mel.mel.sample_rate, folder, captions=captions)
 
 
-def _read_chunk(source: Source, first: int, key: str) -> np.ndarray:
-    index = np.arange(first, min(first + CHUNK_SIZE, len(source)))
+def _read_chunk(source: Source, start: int, key: str) -> np.ndarray:
+    index = np.arange(start, min(start + CHUNK_SIZE, len(source)))
     x: np.ndarray = source.rows(index, np.zeros_like(index))[key]
     return np.ascontiguousarray(x)
 
@@ -187,7 +189,7 @@ def _build_shape(recipe: TokensRecipe, grid: list[int], channels: int) -> CodesS
         widths=stage_widths(model.hidden_size, model.downsample),
         layers_per_block=model.layers_per_block,
     )
-    autoencoder.latent_grid(grid)  # raises if a side cannot be halved that often
+    autoencoder.latent_grid(grid)  # raises if a side is not a multiple of model.downsample
     try:
         return CodesShape(
             autoencoder=autoencoder,

@@ -30,7 +30,8 @@ class Reconstruction(Task):
     """Batch field with the data, such as image, mel or video."""
     shape: AutoencoderShape
     kl_weight: float = Field(default=1e-6, ge=0.0)
-    """Weight of the KL divergence in nats per value of the data; the same as in latent diffusion, which sums both terms."""
+    """Weight of the KL divergence, in nats per value of the data. Latent diffusion sums the error and the divergence over all
+    values, which gives the same ratio of the two terms."""
     distance: Distance = "l1"
     value_range: float = Field(default=2.0, gt=0.0)
     """Largest minus smallest possible value of the data, for PSNR."""

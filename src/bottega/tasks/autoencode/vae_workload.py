@@ -56,6 +56,7 @@ class VaeMetadata(BaseModel):
     grid: tuple[int, ...]
     """Sides of the data, without channels."""
     fps: int | None = None
+    """Frames per second of video; None for images and audio."""
 
 
 def open_workload(recipe: Recipe, *, progress: Callable[[str, int, int], None]) -> VaeWorkload:
@@ -166,7 +167,7 @@ class VaeSampler(Sampler):
         index = np.arange(min(self.recipe.samples.count, len(rows)))
         values = samples.rows(index, np.zeros_like(index))[self.key]
         outputs = reconstruct(models["model"], torch.from_numpy(values).to(device)).cpu().numpy()
-        captions = [f"{number:02d}{suffix}" for number in index for suffix in ("", " back")]
+        captions = [f"{number:02d}{suffix}" for number in index for suffix in ("", " decoded")]
         if mel is not None:
             originals = rows.rows(index, np.zeros_like(index))["audio"]
             audio = mel.decode(outputs.reshape(len(outputs), *mel.shape))
@@ -182,13 +183,13 @@ class VaeSampler(Sampler):
 def _compute_latent_scale(model: Autoencoder, source: Source, key: str) -> float:
     """Return the factor that makes the mean square of latents 1, as the scaling factor of diffusers.
 
-    It is measured on up to 512 evenly spaced training samples; the variance of the sampled latents is computed by formula.
+    It is measured on up to NUM_SCALE_SAMPLES evenly spaced training samples; the variance of the sampled latents is computed by formula.
     Latents are not shifted, because the stock pipelines of diffusers would not undo a shift.
     """
     indices = np.unique(np.linspace(0, len(source) - 1, min(NUM_SCALE_SAMPLES, len(source))).astype(np.int64))
     device, num_values, sum_of_squares = next(model.parameters()).device, 0, 0.0
-    for first in range(0, len(indices), CHUNK_SIZE):
-        index = indices[first : first + CHUNK_SIZE]
+    for start in range(0, len(indices), CHUNK_SIZE):
+        index = indices[start : start + CHUNK_SIZE]
         values = source.rows(index, np.zeros_like(index))[key]
         mean, log_variance = encode_moments(model, torch.from_numpy(values).to(device)).double().chunk(2, dim=-1)
         num_values += mean.numel()
@@ -206,7 +207,7 @@ def _fit_mel(recipe: AudioVaeRecipe, prepared: PreparedData) -> MelProcessor:
     factor = recipe.model.downsample
     if recipe.model.axes == 2 and recipe.data.num_mels % factor:
         raise UsageError(f"data.num_mels: {recipe.data.num_mels} is not a multiple of model.downsample {factor}")
-    # Twice, so that the latents of a generator can also be cut into patches of two.
+    # Twice the factor, so that a generator can cut the latents into patches of two.
     return fit_mel_processor(recipe, prepared, multiple=2 * factor)
 
 
@@ -232,7 +233,7 @@ def _build_metadata(
         height, width, channels = load_image_encoder(prepared).bucket_shape(0)
         grid = (height, width)
     if base_folder is not None:
-        # Sizes that the recipe has no key for are those of the weights.
+        # Options that the recipe has no key for are those of the base model.
         base = read_autoencoder_shape(base_folder)
         shape_options |= {name: getattr(base, name) for name in ("norm_groups", "mid_attention", "quant_conv")}
     try:

@@ -22,20 +22,20 @@ from bottega.tasks.generation.latent_space import LatentSpace, load_mel_processo
 from bottega.tasks.generation.media import Medium
 
 VOCODER_FOLDER = "vocoder"
-# Samples that become audio at once: 48 s at 22 kHz. With hops of a quarter window, each of Griffin-Lim's arrays has two
-# complex numbers for a sample, and there are about six.
-MAX_SAMPLES = 1 << 20
+# Audio samples that are computed at once: 48 s at 22 kHz. With hops of a quarter window, each of Griffin-Lim's arrays has
+# two complex numbers per audio sample, and there are about six arrays.
+MAX_SAMPLES_AT_ONCE = 1 << 20
 
 
 @final
 class AudioMedium(Medium):
-    """Audio: float32 (n, samples), generated as mel spectrograms."""
+    """Audio: float32 (clips, samples), generated as mel spectrograms."""
 
     name, key, unit = "audio", "mel", "clips"
     suffixes = WRITABLE_SUFFIXES
 
     def __init__(self, recipe: AudioRecipe, mel: MelProcessor, load: Callable[[], Vocoder | None]) -> None:
-        """`load` returns the vocoder, which is loaded when it is first used; None is Griffin-Lim."""
+        """`load` returns the vocoder or None for Griffin-Lim, and is called when the vocoder is first used."""
         self.recipe, self.mel, self._load_vocoder = recipe, mel, load
 
     @cached_property
@@ -52,8 +52,9 @@ class AudioMedium(Medium):
 
     def from_values(self, x: np.ndarray, *, device: Any = "cpu") -> np.ndarray:
         x = x.reshape(len(x), *self.mel.shape)
-        step = max(1, MAX_SAMPLES // self.mel.num_samples)
-        return np.concatenate([self._to_waveform(x[i : i + step], device) for i in range(0, len(x), step)])
+        clips_at_once = max(1, MAX_SAMPLES_AT_ONCE // self.mel.num_samples)
+        chunks = [x[start : start + clips_at_once] for start in range(0, len(x), clips_at_once)]
+        return np.concatenate([self._to_waveform(chunk, device) for chunk in chunks])
 
     def _to_waveform(self, x: np.ndarray, device: Any) -> np.ndarray:
         if self.vocoder is None:
@@ -69,9 +70,10 @@ class AudioMedium(Medium):
 
 
 def open_audio(
-    recipe: AudioRecipe, prepared: PreparedData, *, space: LatentSpace | None, codes: CodeTokenizer | None
+    recipe: AudioRecipe, prepared: PreparedData, *, space: LatentSpace | None, code_tokenizer: CodeTokenizer | None
 ) -> AudioMedium:
-    """Measure the spectrograms of the training data, with the bands of the vocoder and the scale of a frozen model."""
+    """Return the audio of a new run: spectrograms with the frequency band of the vocoder, and with the scale of the frozen
+    autoencoder or tokenizer if there is one, else measured on the training data."""
     vocoder = load_vocoder(recipe.model.vocoder) if recipe.model.vocoder is not None else None
     frequency_band: dict[str, Any] = {}
     if vocoder is not None:
@@ -81,8 +83,10 @@ def open_audio(
     if space is not None:
         mel = load_mel_processor(space.folder, recipe, prepared, **frequency_band)
     else:
-        mel = fit_mel_processor(recipe, prepared, multiple=_choose_frame_multiple(recipe, codes), **frequency_band)
-        mel = mel if codes is None else codes.match_mel(mel)
+        mel = fit_mel_processor(
+            recipe, prepared, multiple=_choose_frame_multiple(recipe, code_tokenizer), **frequency_band
+        )
+        mel = mel if code_tokenizer is None else code_tokenizer.match_mel(mel)
     return AudioMedium(recipe, mel, lambda: vocoder)
 
 
@@ -103,9 +107,9 @@ def _load_saved_vocoder(recipe: AudioRecipe, processor: MelProcessor, folder: Pa
     return vocoder
 
 
-def _choose_frame_multiple(recipe: AudioRecipe, codes: CodeTokenizer | None) -> int:
-    """Return what the number of frames has to be divisible by."""
-    if codes is not None:
-        return codes.downsample
+def _choose_frame_multiple(recipe: AudioRecipe, code_tokenizer: CodeTokenizer | None) -> int:
+    """Return the number that the number of frames must be a multiple of."""
+    if code_tokenizer is not None:
+        return code_tokenizer.downsample
     model = recipe.model
     return model.patch_size if model.backbone == "dit" else 2 ** (model.stages - 1)

@@ -46,7 +46,7 @@ class FrozenCodes(BaseModel):
 
     @torch.no_grad()
     def decode(self, tokenizer: Any, codes: Tensor) -> Tensor:
-        """Return samples (b, *grid, channels) for codes (b, *grid of codes)."""
+        """Return samples (b, *grid, channels) for codes in the shape of their own grid, (b, *code grid)."""
         with torch.autocast(codes.device.type, enabled=False):
             x: Tensor = tokenizer.decode(codes)
         return x.float()
@@ -60,13 +60,15 @@ class FrozenCodes(BaseModel):
 class CodeLanguage(Task):
     """Next-code prediction, optionally conditioned on a class.
 
-    A batch holds `key` (b, *grid, channels), with classes `label` (b,), and optionally `weight` (b,), where 0 marks
+    A batch holds `key` (b, *grid, channels), `label` (b,) if the condition is a class, and optionally `weight` (b,), where 0 marks
     padding rows. The first token is the condition: K + the class, or K + C for none.
     """
 
     key: str
+    """Batch field with the samples: image or mel."""
     shape: CodeGeneratorShape
     latents: FrozenCodes
+    """The tokenizer of the samples."""
     condition_dropout: float = 0.1
     pretrained: str | None = None
     """Folder of a transformer over the same codes whose weights training starts from."""
@@ -92,13 +94,15 @@ class CodeLanguage(Task):
 
     def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
         codes = self.latents.encode(models["tokenizer"], batch[self.key])
-        first = self.build_first_tokens(batch, drop=rng.uniform("drop") < self.condition_dropout)
+        first_tokens = self.build_first_tokens(batch, drop=rng.uniform("drop") < self.condition_dropout)
         targets = codes
         if "weight" in batch:
             targets = codes.masked_fill((batch["weight"] <= 0)[:, None], IGNORE_INDEX)
-        total = models["model"](torch.cat([first[:, None], codes[:, :-1]], dim=1), targets)
-        bits = total.detach() / math.log(2.0)
-        return Loss(terms={"loss": (total, 1.0)}, metrics={"bits_per_code": (bits, (targets != IGNORE_INDEX).sum())})
+        total_loss = models["model"](torch.cat([first_tokens[:, None], codes[:, :-1]], dim=1), targets)
+        bits = total_loss.detach() / math.log(2.0)
+        return Loss(
+            terms={"loss": (total_loss, 1.0)}, metrics={"bits_per_code": (bits, (targets != IGNORE_INDEX).sum())}
+        )
 
     def build_first_tokens(self, batch: Batch, *, drop: Tensor) -> Tensor:
         """Return the first token of each row, int64 (b,); the token for no condition where `drop` is true."""
@@ -134,16 +138,20 @@ class CodeLanguage(Task):
         on its batch.
         """
         drop_all = torch.ones(len(rng.positions), dtype=torch.bool, device=rng.positions.device)
-        first = self.build_first_tokens(batch, drop=~drop_all if guidance != 0 else drop_all)
+        first_tokens = self.build_first_tokens(batch, drop=~drop_all if guidance != 0 else drop_all)
         is_guided = guidance not in (0, 1) and self.shape.condition.kind != "none"
         if is_guided:
             # Conditional and unconditional passes in one batch: they differ in the first token only.
-            first = torch.cat([first, self.build_first_tokens(batch, drop=drop_all)])
+            first_tokens = torch.cat([first_tokens, self.build_first_tokens(batch, drop=drop_all)])
         length = self.backbone.length
         cache = DecoderCache.empty(
-            model.shape, batch_size=len(first), length=length, device=first.device, dtype=_choose_cache_dtype(model)
+            model.shape,
+            batch_size=len(first_tokens),
+            length=length,
+            device=first_tokens.device,
+            dtype=_choose_cache_dtype(model),
         )
-        token, sampled = first, []
+        token, sampled = first_tokens, []
         for index in range(length):
             hidden = model.hidden(token[:, None], cache=cache, position=index)[:, -1]
             # Logits of the condition tokens are left out: only codes are sampled.

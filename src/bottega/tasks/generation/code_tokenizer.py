@@ -108,9 +108,15 @@ class CodeTokenizer:
         tokenizer_mel = MelProcessor.load(Path(self.metadata.folder))
         for name, value in mel.mel.model_dump().items():
             if value != (expected := getattr(tokenizer_mel.mel, name)):
-                owner = "model.vocoder" if name in ("low", "high") else f"data.{name}"
+                is_band = name in ("low", "high")
+                owner, remedy = (
+                    ("model.vocoder", "give a vocoder with that band")
+                    if is_band
+                    else (f"data.{name}", f"set data.{name}={expected}")
+                )
                 raise UsageError(
-                    f"{owner}: {value}, but model.tokenizer ({self.metadata.folder}) was trained with {name} {expected}"
+                    f"{owner}: {value}, but model.tokenizer ({self.metadata.folder}) was trained with {name} {expected}; "
+                    f"{remedy}"
                 )
         return mel.model_copy(update={"scale": tokenizer_mel.scale})
 

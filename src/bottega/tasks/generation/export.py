@@ -9,7 +9,7 @@ Every exported folder holds, and `open_exported_generator` reads:
   diffusion_pytorch_model.safetensors, which `from_pretrained` opens), and `model.safetensors` for all others, such as the
   class embedding, under the names of our model.
 - `vae/` with an autoencoder, `text_encoder/` and `tokenizer/` with a frozen text encoder.
-- `scheduler/`: the same path as a diffusers scheduler, for models that predict noise, v or velocity.
+- `scheduler/`: the path as the configuration of a diffusers scheduler, for models that predict noise, v or velocity.
 - `processor/`: the processor of the run, which turns values into pixels or audio.
 
 A pipeline also has `model_index.json`, and opens with the `from_pretrained` of its class.
@@ -65,20 +65,22 @@ def export_generator(workload: GenerationWorkload, models: Models, folder: Path)
 
 
 def open_exported_generator(folder: Path) -> tuple[Generation, dict[str, Any]]:
-    """Return the task and the models of an exported folder, which is all they need."""
+    """Return the task and its models by name, read from an exported folder alone."""
     config = read_config(folder)
     if config.get("format") != FORMAT or config.get("version") != FORMAT_VERSION:
         raise CheckpointError(f"{folder / CONFIG} is not a {FORMAT} of version {FORMAT_VERSION}; export the run again")
     try:
         task = Generation.model_validate(config["task"])
     except (KeyError, ValidationError) as error:
-        raise CheckpointError(f"{folder / CONFIG} is damaged ({str(error).splitlines()[0]})") from error
+        raise CheckpointError(
+            f"{folder / CONFIG} is damaged ({str(error).splitlines()[0]}); export the run again"
+        ) from error
     folders = {"latents": folder / "vae", "text": folder / "text_encoder"}
-    frozen = {name: getattr(task, name) for name in folders}
+    frozen_models = {field: getattr(task, field) for field in folders}
     update = {
-        n: model_folder.model_copy(update={"folder": str(folders[n])})
-        for n, model_folder in frozen.items()
-        if model_folder is not None
+        field: frozen_model.model_copy(update={"folder": str(folders[field])})
+        for field, frozen_model in frozen_models.items()
+        if frozen_model is not None
     }
     task = task.model_copy(update=update)
     model = Generator(task.shape)
@@ -108,8 +110,8 @@ def find_stock_pipeline(workload: GenerationWorkload, models: Models) -> str | N
         return "DiTPipeline"
     is_clip = type(models.get("text_encoder")).__name__ == "CLIPTextModel"
     # The pipeline rejects images whose sides are not multiples of 8.
-    fits = all(side * models["vae"].shape.downsample % 8 == 0 for side in backbone.grid)
-    return "StableDiffusionPipeline" if is_unet and kind == "text" and is_clip and fits else None
+    sides_fit = all(side * models["vae"].shape.downsample % 8 == 0 for side in backbone.grid)
+    return "StableDiffusionPipeline" if is_unet and kind == "text" and is_clip and sides_fit else None
 
 
 def build_scheduler_config(path: NoisePath, pipeline: str | None = None) -> dict[str, Any]:
@@ -163,20 +165,20 @@ def _write_text_encoder(workload: GenerationWorkload, encoder: Any, folder: Path
     assert workload.text.metadata.encoder is not None
     encoder.save_pretrained(folder / "text_encoder")
     source, target = resolve_encoder_folders(workload.text.metadata.encoder)[1], folder / "tokenizer"
-    workload.text.tokens.tokenizer.save(target)
+    workload.text.caption_tokenizer.tokenizer.save(target)
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
     path = target / "tokenizer_config.json"
     config = json.loads(path.read_text()) if path.is_file() else {}
-    _write_json(path, {**config, "model_max_length": workload.text.tokens.length})
+    _write_json(path, {**config, "model_max_length": workload.text.caption_tokenizer.length})
 
 
 def _build_config(workload: GenerationWorkload) -> dict[str, Any]:
     options, task = workload.recipe.samples, workload.task.model_dump(mode="json", exclude={"pretrained"})
-    for part, name in (("latents", "vae"), ("text", "text_encoder")):
-        if task.get(part):
-            task[part]["folder"] = name
+    for field, subfolder in (("latents", "vae"), ("text", "text_encoder")):
+        if task.get(field):
+            task[field]["folder"] = subfolder
     return {
         "format": FORMAT,
         "version": FORMAT_VERSION,

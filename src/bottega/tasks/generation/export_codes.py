@@ -1,7 +1,7 @@
 """Export of generators over codes. A folder holds, and `open_exported_code_generator` reads:
 
-- `config.json`: `format` "bottega-code-generator" and `version` 1; `medium`; `classes` by number; `samples` of
-  the recipe; and `task`: the `shape` of the model, the `key` of a batch that is generated, the condition dropout.
+- `config.json`: `format` "bottega-code-generator" and `version` 1; `medium`; `classes` by number; `samples`
+  (temperature, top_k, top_p, guidance) of the recipe; and `task`: the `shape` of the model, the `key` of a batch that is generated, the condition dropout.
 - `transformer/`: the language model in the layout of transformers; its vocabulary is the codes, the classes, and one token
   for no class.
 - `tokenizer/`: the tokenizer, which decodes codes to values; `bottega.models.autoencoder.codes_folder.load_codes` opens it.
@@ -63,14 +63,16 @@ def export_code_generator(workload: GenerationWorkload, models: Models, folder: 
 
 
 def open_exported_code_generator(folder: Path) -> tuple[CodeLanguage, dict[str, Any]]:
-    """Return the task and the models of an exported folder, which is all they need."""
+    """Return the task and its models by name, read from an exported folder alone."""
     config = read_config(folder)
     if config.get("format") != FORMAT or config.get("version") != FORMAT_VERSION:
         raise CheckpointError(f"{folder / CONFIG} is not a {FORMAT} of version {FORMAT_VERSION}; export the run again")
     try:
         task = CodeLanguage.model_validate({**config["task"], "latents": {"folder": str(folder / TOKENIZER_FOLDER)}})
     except (KeyError, TypeError, ValidationError) as error:
-        raise CheckpointError(f"{folder / CONFIG} is damaged ({str(error).splitlines()[0]})") from error
+        raise CheckpointError(
+            f"{folder / CONFIG} is damaged ({str(error).splitlines()[0]}); export the run again"
+        ) from error
     model = Transformer(task.backbone.transformer)
     load_weights(model, folder / TRANSFORMER_FOLDER)
     models = {"model": model, "tokenizer": build_model(task.latents.spec(), 0)}

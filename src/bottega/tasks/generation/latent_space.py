@@ -73,7 +73,7 @@ class LatentMetadata(BaseModel):
 @final
 @dataclass(frozen=True)
 class LatentSpace:
-    """An autoencoder: its folder, and its shape as its config.json gives it."""
+    """An autoencoder: its folder, and the shape in its config.json."""
 
     folder: Path
     shape: AutoencoderShape
@@ -151,12 +151,17 @@ def load_mel_processor(
     for key, value in settings.items():
         expected = getattr(processor.mel, key)
         if expected != value:
-            owner = "model.vocoder" if key in ("low", "high") else f"data.{key}"
-            raise UsageError(f"{owner}: {value}, but model.vae ({folder}) was trained with {key} {expected}")
-    rows: list[Any] = [
+            is_band = key in ("low", "high")
+            owner, remedy = (
+                ("model.vocoder", "give a vocoder with that band")
+                if is_band
+                else (f"data.{key}", f"set data.{key}={expected}")
+            )
+            raise UsageError(f"{owner}: {value}, but model.vae ({folder}) was trained with {key} {expected}; {remedy}")
+    sources: list[Any] = [
         open_media_source(recipe, prepared, name, is_training=False) for name in prepared.training_tables
     ]
-    max_samples, rate = max(table.num_samples for table in rows), processor.mel.sample_rate
+    max_samples, rate = max(source.num_samples for source in sources), processor.mel.sample_rate
     if max_samples > processor.num_samples:
         seconds = processor.num_samples / rate
         raise UsageError(
@@ -175,9 +180,9 @@ def compute_latents(
     device: Any,
     progress: Callable[[str, int, int], None],
 ) -> dict[str, Table]:
-    """Return the latents of each table of (rows, samples as the model reads them), from the cache if they are there.
+    """Return a table of latents for each table, from the cache or encoded now.
 
-    `shape` is that of one latent.
+    `tables` maps the name of a table to (its rows, its samples as the autoencoder reads them); `shape` is that of one latent.
     """
     import torch
 

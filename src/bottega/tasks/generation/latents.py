@@ -58,7 +58,7 @@ def encode_moments(vae: Autoencoder, x: Tensor) -> Tensor:
     Always in float32, so that precomputed latents equal those computed during training.
     """
     x = flatten_bands(x, vae.shape).float()
-    return _map_chunks(lambda part: torch.cat(vae.encode(part), dim=-1), x, num_positions=math.prod(x.shape[1:-1]))
+    return _map_chunks(lambda chunk: torch.cat(vae.encode(chunk), dim=-1), x, num_positions=math.prod(x.shape[1:-1]))
 
 
 @torch.no_grad()
@@ -84,4 +84,4 @@ def _map_chunks(compute: Callable[[Tensor], Tensor], x: Tensor, *, num_positions
     """Apply `compute` to chunks of rows that fit in memory: a batch of small latents may decode to large images."""
     size = max(1, MAX_POSITIONS // num_positions)
     with torch.autocast(x.device.type, enabled=False):
-        return torch.cat([compute(part) for part in x.split(size)])
+        return torch.cat([compute(chunk) for chunk in x.split(size)])

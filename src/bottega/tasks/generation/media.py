@@ -1,4 +1,4 @@
-"""Media of generation: sizes of samples, and the conversion between pixels or audio and a model's values."""
+"""Media of generation: sizes of samples, and the conversion between pixels or audio and the values that a model reads."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ class Medium(ABC):
     key: str
     """The field of a batch that is generated."""
     unit: str
+    """What samples are called, in the plural."""
     suffixes: tuple[str, ...]
     """Suffixes of single files that samples can be written to."""
 
@@ -40,11 +41,11 @@ class Medium(ABC):
 
     @abstractmethod
     def from_values(self, x: np.ndarray, *, device: Any = "cpu") -> np.ndarray:
-        """Return a model's values as the medium: pixels uint8, or audio float32."""
+        """Convert values of a model to samples of the medium: pixels uint8, or audio float32."""
 
     @abstractmethod
     def to_values(self, samples: np.ndarray) -> np.ndarray:
-        """Return samples of the medium as values that a model, or the autoencoder before it, reads."""
+        """Convert samples of the medium to the values that a model, or the autoencoder before it, reads."""
 
     @abstractmethod
     def write(self, samples: np.ndarray, path: Path, captions: Sequence[str] | None) -> list[Path]:

@@ -21,6 +21,7 @@ class GeneratorMetadata(BaseModel):
     shape: GeneratorShape | CodeGeneratorShape
     classes: tuple[str, ...] = ()
     fps: int | None = None
+    """Frames per second of video; None for images and audio."""
     latents: LatentMetadata | None = None
     """None if values are generated directly."""
 

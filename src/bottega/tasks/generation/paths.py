@@ -47,7 +47,7 @@ class NoisePath(BaseModel):
         return self._objective.levels(t)
 
     def model_time(self, t: Tensor) -> Tensor:
-        """Return t on the scale of the model's time input."""
+        """Return t as the model's time input, on a scale from 0 to 1,000."""
         return self._objective.model_time(t)
 
     def target(self, clean: Tensor, noise: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
@@ -55,11 +55,11 @@ class NoisePath(BaseModel):
         return self._objective.target(clean, noise, alpha, sigma)
 
     def split_prediction(self, predicted: Tensor, x: Tensor, alpha: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the (clean, noise) that a prediction at x implies."""
+        """Return the (clean, noise) that a prediction for the noisy sample x implies."""
         return self._objective.split_prediction(predicted, x, alpha, sigma)
 
     def weight(self, alpha: Tensor, sigma: Tensor) -> Tensor | None:
-        """Return the loss weight of each sample (batch,); None is 1 for all."""
+        """Return the loss weight of each sample (batch,), or None if all weights are 1."""
         return self._objective.weight(alpha, sigma)
 
     def error(self, predicted: Tensor, clean: Tensor, noise: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ class NoisePath(BaseModel):
 
     @property
     def has_stock_pipeline(self) -> bool:
-        """Whether the latent pipelines of diffusers can sample it."""
+        """Whether the latent pipelines of diffusers can sample this objective."""
         return self._objective.has_stock_pipeline
 
     def scheduler(self, pipeline: str | None) -> tuple[str, dict[str, Any]]:

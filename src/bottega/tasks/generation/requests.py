@@ -1,4 +1,4 @@
-"""Generation requests as rows of a batch: classes, vectors or texts, with a count each."""
+"""Generation requests as rows of a batch: one row for each sample, with its class, vector or text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bottega.tasks.generation.text_condition import TextCondition
 CONDITION_OF_FLAG = {"prompt": "text", "class": "class", "vector": "vector"}
 """Flag -> the condition that the run must have been trained with."""
 DEFAULT_COUNT = 16
-"""Samples of each requested condition without --count; the total number of samples if no condition is requested either."""
+"""Number of samples without --count: for each requested condition, or in total if no condition is requested."""
 SUPPORTED_FLAG = {"none": "nothing", **{condition: f"--{flag}" for flag, condition in CONDITION_OF_FLAG.items()}}
 
 
@@ -62,7 +62,10 @@ class RequestEncoder:
         return [names[index] for index in self._choose_indices(len(names), request, count)] if names else None
 
     def _choose_indices(self, num_conditions: int, request: dict[str, Any], count: int | None) -> np.ndarray:
-        """Return the condition of each sample: `count` of each requested one; if none is requested, `count` in total, in turn."""
+        """Return the index of each sample's condition.
+
+        Each requested condition has `count` samples. If none is requested, `count` samples in total go through all conditions.
+        """
         num_samples = DEFAULT_COUNT if count is None else count
         if all(request.get(flag) is None for flag in CONDITION_OF_FLAG):
             check_sample_memory(num_samples, num_samples, self.num_values)
@@ -121,7 +124,10 @@ def select_supported_flags(requests: tuple[str, ...], model: Generator) -> tuple
 
 
 def check_sample_memory(count: int, total: int, values_per_sample: int) -> None:
-    """Raise UsageError if all samples, which are in memory twice as float32, would not fit into this machine."""
+    """Raise UsageError if `total` samples, which are in memory twice as float32, exceed the memory of this machine.
+
+    `count` is the value of --count, for the message.
+    """
     size, memory = 8 * values_per_sample, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if total * size > memory:
         raise UsageError(

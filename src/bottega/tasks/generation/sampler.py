@@ -46,7 +46,7 @@ class GenerationSampler(Sampler):
         text: TextCondition | None,
         read_training_vectors: Callable[[int], list[list[float]]],
     ) -> None:
-        """`read_training_vectors` returns the condition vectors of as many training samples as it is asked for."""
+        """`read_training_vectors(count)` returns the condition vectors of `count` training samples."""
         self.recipe, self.task, self.medium, self.metadata, self.text = recipe, task, medium, metadata, text
         self._read_training_vectors = read_training_vectors
         self.requests = ("prompt", "class", "vector", "count", "seed", *list_sampling_options(recipe.model))
@@ -78,7 +78,10 @@ class GenerationSampler(Sampler):
         progress: Progress = _ignore_progress,
         **request: Any,
     ) -> np.ndarray:
-        """Return pixels uint8 (n, h, w, c), audio float32 (n, samples), or clips uint8 (n, frames, h, w, c)."""
+        """Return pixels uint8 (n, h, w, c), audio float32 (n, samples), or clips uint8 (n, frames, h, w, c).
+
+        `request` holds the condition and the sampling options.
+        """
         options = {name: request.pop(name) for name in list_sampling_options(self.recipe.model) if name in request}
         rows = self.encode_request(request, count)
         values = self.draw(models, rows, device=device, seed=seed, batch_size=batch_size, progress=progress, **options)
@@ -100,8 +103,8 @@ class GenerationSampler(Sampler):
         total, samples = int(rows["number"].shape[0]), []
         for start in range(0, total, batch_size):
             chunk = {
-                name: torch.from_numpy(np.ascontiguousarray(v[start : start + batch_size])).to(device)
-                for name, v in rows.items()
+                name: torch.from_numpy(np.ascontiguousarray(value[start : start + batch_size])).to(device)
+                for name, value in rows.items()
             }
             rng = Noise(seed, 0, chunk.pop("number"), torch)
 
@@ -118,7 +121,7 @@ class GenerationSampler(Sampler):
         return require_finite(np.concatenate(samples))
 
     def encode_request(self, request: dict[str, Any], count: int | None) -> dict[str, np.ndarray]:
-        """Return the rows of a batch for what is requested; raises UsageError for what this run does not support."""
+        """Return the rows of a batch for a request; raise UsageError if this run does not support it."""
         self.check_request({name: value for name, value in request.items() if value is not None})
         return self.encoder.encode(request, count)
 

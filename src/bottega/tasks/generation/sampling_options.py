@@ -1,4 +1,4 @@
-"""Sampling options of generators: those requested, else those of the recipe, with checks of options and samples."""
+"""Sampling options of generators, from the request or else from the recipe, and checks of options and samples."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ CODE_OPTIONS = ("temperature", "top_k", "top_p", "guidance")
 
 
 def list_sampling_options(model: Generator) -> tuple[str, ...]:
-    """Return the names of the sampling options, as in recipes and on the command line."""
+    """Return the names of a model's sampling options, as in recipes and on the command line."""
     return CODE_OPTIONS if model.backbone == "tokens" else DIFFUSION_OPTIONS
 
 
 def resolve_sampling_options(
     recipe: Any, task: Any, requested: dict[str, Any], *, prefix: str = "--"
 ) -> dict[str, Any]:
-    """Return checked options for the task's `draw`; `prefix` goes before option names in error messages."""
+    """Return checked options for the task's `draw`: those of the recipe, overridden by `requested`.
+
+    `prefix` goes before option names in error messages.
+    """
     names, model = list_sampling_options(recipe.model), recipe.model
     options = {name: getattr(recipe.samples, name) for name in names}
     options |= {name: value for name, value in requested.items() if value is not None}

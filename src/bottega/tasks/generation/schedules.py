@@ -1,4 +1,4 @@
-"""Noise schedules over 1,000 steps, as in DDPM; the three are those of diffusers' DDPMScheduler."""
+"""The three noise schedules of diffusers' DDPMScheduler, over 1,000 steps as in DDPM."""
 
 from __future__ import annotations
 

@@ -25,11 +25,11 @@ def build_shape(
     classes: tuple[str, ...],
     *,
     condition_size: int,
-    codes: CodeTokenizer | None,
+    code_tokenizer: CodeTokenizer | None,
     text: TextCondition | None,
     base_folder: Path | None,
 ) -> GeneratorShape | CodeGeneratorShape:
-    """Return the shape of the model for samples or latents of these sides: (grid, channels)."""
+    """Return the shape of the model; `sides` are (grid, channels) of the samples or latents, `patch` the sides of a patch."""
     grid, channels = sides
     common: dict[str, Any] = {
         "grid": grid,
@@ -41,8 +41,8 @@ def build_shape(
     size = {"class": len(classes), "vector": condition_size}.get(model.condition, 0)
     shared = index_attribute_values(classes) if model.condition == "class" else ()
     condition = ConditionShape(kind=model.condition, size=size, hidden_size=model.hidden_size, shared=shared)
-    if codes is not None:
-        return codes.build_shape(model, grid=grid, channels=channels, condition=condition)
+    if code_tokenizer is not None:
+        return code_tokenizer.build_shape(model, grid=grid, channels=channels, condition=condition)
     if text is not None:
         condition = text.build_shape(model.hidden_size)
         common["context_size"] = condition.text_size
@@ -68,15 +68,15 @@ def build_task(
     key: str,
     metadata: GeneratorMetadata,
     *,
-    codes: CodeTokenizer | None,
+    code_tokenizer: CodeTokenizer | None,
     text: TextCondition | None,
     base_folder: Path | None,
 ) -> Any:
     """Return the task: `Generation`, or `CodeLanguage` over the codes of a tokenizer. `key` is the batch field."""
     shape, dropout = metadata.shape, model.condition_dropout if model.condition != "none" else 0.0
     if isinstance(shape, CodeGeneratorShape):
-        assert codes is not None
-        return codes.build_task(key, shape, condition_dropout=dropout, base_folder=base_folder)
+        assert code_tokenizer is not None
+        return code_tokenizer.build_task(key, shape, condition_dropout=dropout, base_folder=base_folder)
     return Generation(
         key=key,
         shape=shape,

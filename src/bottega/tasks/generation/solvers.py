@@ -68,7 +68,10 @@ def _take_dpm_step(
     alphas: tuple[float, float],
     sigmas: tuple[float, float],
 ) -> Tensor:
-    """One step of DPM-Solver++(2M) (Lu et al., 2022); first order where the log of alpha/sigma is not finite."""
+    """Take one step of DPM-Solver++(2M) (Lu et al., 2022); it is first-order where log(alpha / sigma) is not finite.
+
+    `previous` holds the clean sample and log(alpha / sigma) of the previous step; `alphas` and `sigmas` are (current, next).
+    """
     current_log_ratio, next_log_ratio = (
         _compute_log_ratio(alphas[0], sigmas[0]),
         _compute_log_ratio(alphas[1], sigmas[1]),
@@ -77,7 +80,7 @@ def _take_dpm_step(
     extrapolated = clean
     if previous is not None and all(map(_is_finite, (current_log_ratio, next_log_ratio, previous[1]))):
         # Near the data the log-SNR grows faster with every step while `clean` hardly changes: extrapolation by the ratio of
-        # the widths, as published, overshot by 0.36 in 8 steps; limited to a ratio of 1 or more, the error is 0.04.
+        # the step sizes, as published, overshot by 0.36 in 8 steps; with a ratio of at least 1, the error is 0.04.
         ratio = max(1.0, (current_log_ratio - previous[1]) / step_size)
         extrapolated = clean + (clean - previous[0]) / (2 * ratio)
     if sigmas[1] == 0:

@@ -29,6 +29,7 @@ class Generation(Task):
     """
 
     key: str
+    """Batch field with the data: image, mel or video."""
     shape: GeneratorShape
     path: NoisePath = NoisePath()
     condition_dropout: float = 0.1
@@ -41,6 +42,7 @@ class Generation(Task):
     empty_length: int = 1
     """Number of these tokens that are text; the others are padding."""
     pretrained: str | None = None
+    """Folder of a generator whose weights training starts from."""
 
     def specs(self) -> dict[str, ModelSpec]:
         model = ModelSpec(
@@ -59,7 +61,8 @@ class Generation(Task):
         return specs
 
     def new_modules(self) -> tuple[str, ...]:
-        """Return modules that start untrained: zero-initialised last layers, and a condition that the weights lack."""
+        """Return the names of modules that start untrained: last layers, which start at zero, and a condition that the
+        pretrained weights lack."""
         from bottega.models.generator.torch import read_generator
 
         if self.pretrained is None:

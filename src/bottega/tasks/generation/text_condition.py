@@ -27,7 +27,7 @@ from bottega.tasks.metadata import read_metadata
 TOKENIZER_FOLDER, METADATA_FILE = "text", "text.json"
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "spiece.model", "tokenizer.model")
 DEFAULT_MAX_TOKENS, MAX_FROZEN_TOKENS = 32, 128
-"""Default lengths of captions: with an encoder that is trained, and at most with a frozen one."""
+"""Default of max_tokens with an encoder that is trained, and its upper limit with a frozen one."""
 NUM_SAVED_PROMPTS, NUM_DEFAULT_PROMPTS = 16, 4
 """Captions of the data that are saved with a run, and how many of them are used if no prompt is given."""
 
@@ -45,7 +45,9 @@ class TextMetadata(BaseModel):
     """Hash of the frozen encoder: the model works only with the encoder it was trained with."""
     width: int = 0
     vocab_size: int = 0
+    """Width of the frozen encoder's outputs, and number of its embeddings."""
     is_masked: bool = True
+    """Whether the frozen encoder masks padding."""
 
 
 @final
@@ -53,7 +55,7 @@ class TextMetadata(BaseModel):
 class TextCondition:
     """Tokenizer and encoder of captions, with the prompts that samples are drawn for."""
 
-    tokens: CaptionTokenizer
+    caption_tokenizer: CaptionTokenizer
     metadata: TextMetadata
     options: TextEncoderOptions
     prompts: tuple[str, ...]
@@ -65,13 +67,13 @@ class TextCondition:
         else:
             trained_encoder = self.options
             sizes = {"text_size": trained_encoder.hidden_size, "text_layers": trained_encoder.num_layers}
-            sizes["vocab_size"] = self.tokens.tokenizer.vocab_size
-        return ConditionShape(kind="text", hidden_size=hidden_size, max_tokens=self.tokens.length, **sizes)
+            sizes["vocab_size"] = self.caption_tokenizer.tokenizer.vocab_size
+        return ConditionShape(kind="text", hidden_size=hidden_size, max_tokens=self.caption_tokenizer.length, **sizes)
 
     @cached_property
     def task_fields(self) -> dict[str, Any]:
         """Fields of the task that describe the text condition."""
-        empty, metadata = self.tokens.encode([""]), self.metadata
+        empty, metadata = self.caption_tokenizer.encode([""]), self.metadata
         frozen = None
         if metadata.encoder is not None:
             frozen = FrozenText(folder=metadata.encoder, is_masked=metadata.is_masked)
@@ -83,18 +85,18 @@ class TextCondition:
         return [prompts] if isinstance(prompts, str) else list(prompts or self.prompts[:NUM_DEFAULT_PROMPTS])
 
     def encode(self, prompts: list[str]) -> dict[str, np.ndarray]:
-        """Return tokens of prompts; raise UsageError for text that is not valid Unicode."""
+        """Return `input_ids` and `attention_mask` of prompts; raise UsageError for text that is not valid Unicode."""
         for prompt in prompts:
             try:
                 prompt.encode()
             except UnicodeEncodeError:
                 raise UsageError(f"--prompt {prompt!r} is not valid Unicode text") from None
-        return self.tokens.encode(prompts)
+        return self.caption_tokenizer.encode(prompts)
 
     def save(self, processor: Path) -> None:
         """Write the tokenizer, and what identifies the text encoder, to a processor folder."""
         folder = processor / TOKENIZER_FOLDER
-        self.tokens.save(folder)
+        self.caption_tokenizer.save(folder)
         (folder / METADATA_FILE).write_text(self.metadata.model_dump_json(indent=1) + "\n")
 
     def check_saved(self, processor: Path) -> None:
@@ -108,7 +110,10 @@ class TextCondition:
             name=name,
             recorded=recorded_encoder,
         )
-        if CaptionTokenizer(processor / TOKENIZER_FOLDER, recorded.max_tokens).fingerprint != self.tokens.fingerprint:
+        if (
+            CaptionTokenizer(processor / TOKENIZER_FOLDER, recorded.max_tokens).fingerprint
+            != self.caption_tokenizer.fingerprint
+        ):
             raise CheckpointError(
                 f"{processor / TOKENIZER_FOLDER}: the tokens of the captions differ from those of this run; start over with "
                 "--fresh"
@@ -135,13 +140,13 @@ def open_text_condition(recipe: ImageRecipe | AudioRecipe | VideoRecipe, prepare
         encoder, tokenizer = resolve_encoder_folders(dependencies.resolve_reference(recipe, options.from_))
         folder = _find_tokenizer_folder(tokenizer)
         metadata = _build_frozen_metadata(encoder, options, captions)
-    tokens = CaptionTokenizer(folder, metadata.max_tokens)
-    if metadata.encoder is not None and tokens.tokenizer.vocab_size > metadata.vocab_size:
+    caption_tokenizer = CaptionTokenizer(folder, metadata.max_tokens)
+    if metadata.encoder is not None and caption_tokenizer.tokenizer.vocab_size > metadata.vocab_size:
         raise UsageError(
-            f"model.text.from: {folder} has {tokens.tokenizer.vocab_size} tokens, but {metadata.encoder} has "
+            f"model.text.from: {folder} has {caption_tokenizer.tokenizer.vocab_size} tokens, but {metadata.encoder} has "
             f"{metadata.vocab_size} embeddings; give an encoder with its own tokenizer"
         )
-    return TextCondition(tokens, metadata, options, recipe.samples.prompts or captions)
+    return TextCondition(caption_tokenizer, metadata, options, recipe.samples.prompts or captions)
 
 
 def reopen_text_condition(recipe: ImageRecipe | AudioRecipe | VideoRecipe, processor: Path) -> TextCondition:
@@ -155,8 +160,8 @@ def reopen_text_condition(recipe: ImageRecipe | AudioRecipe | VideoRecipe, proce
         )
         folder = find_frozen_model("text encoder", metadata.content, candidates, recorded_folder=metadata.encoder)
         metadata = metadata.model_copy(update={"encoder": str(folder)})
-    tokens = CaptionTokenizer(processor / TOKENIZER_FOLDER, metadata.max_tokens)
-    return TextCondition(tokens, metadata, recipe.model.text, recipe.samples.prompts or metadata.prompts)
+    caption_tokenizer = CaptionTokenizer(processor / TOKENIZER_FOLDER, metadata.max_tokens)
+    return TextCondition(caption_tokenizer, metadata, recipe.model.text, recipe.samples.prompts or metadata.prompts)
 
 
 def resolve_encoder_folders(name: str) -> tuple[Path, Path]:

@@ -44,22 +44,32 @@ Progress = Callable[[str, int, int], None]
 
 
 def open_workload(recipe: Recipe, *, progress: Progress) -> GenerationWorkload:
-    """Prepare the data of a recipe, and compute its latents if data.latents is set."""
+    """Prepare the data of a recipe, compute its latents if data.latents is set, and choose the model."""
     checked = _check_recipe(recipe)
     prepared, model = prepare_media(checked, progress=progress), checked.model
-    codes = resolve_code_tokenizer(checked) if model.backbone == "tokens" else None
+    code_tokenizer = resolve_code_tokenizer(checked) if model.backbone == "tokens" else None
     space = open_latent_space(checked, checked.task)
     text = open_text_condition(checked, prepared) if model.condition == "text" else None
     base_folder = find_base_folder(checked)
-    medium = _open_medium(checked, prepared, space=space, codes=codes)
-    metadata = _build_metadata(checked, prepared, medium, codes=codes, space=space, text=text, base_folder=base_folder)
-    task = build_task(model, medium.key, metadata, codes=codes, text=text, base_folder=base_folder)
+    medium = _open_medium(checked, prepared, space=space, code_tokenizer=code_tokenizer)
+    metadata = _build_metadata(
+        checked, prepared, medium, code_tokenizer=code_tokenizer, space=space, text=text, base_folder=base_folder
+    )
+    task = build_task(model, medium.key, metadata, code_tokenizer=code_tokenizer, text=text, base_folder=base_folder)
     # Invalid options raise now rather than hours later, when the first sample is drawn.
     resolve_sampling_options(checked, task, {}, prefix="samples.")
     tables = _build_media_tables(checked, medium, metadata, text)
     latents = _cache_latents(checked, prepared, medium, metadata, tables, progress)
     return GenerationWorkload(
-        checked, medium, metadata, task, tables, codes=codes, text=text, prepared=prepared, latents=latents
+        checked,
+        medium,
+        metadata,
+        task,
+        tables,
+        code_tokenizer=code_tokenizer,
+        text=text,
+        prepared=prepared,
+        latents=latents,
     )
 
 
@@ -67,17 +77,24 @@ def reopen_workload(recipe: Recipe, processor: Path, fingerprint: str) -> Genera
     """Return the workload of a finished run, from its saved processor."""
     checked = _check_recipe(recipe)
     model = checked.model
-    codes = reopen_code_tokenizer(checked, processor) if model.backbone == "tokens" else None
+    code_tokenizer = reopen_code_tokenizer(checked, processor) if model.backbone == "tokens" else None
     text = reopen_text_condition(checked, processor) if model.condition == "text" else None
     base_folder = find_base_folder(checked, processor=processor)
     metadata = read_generator_metadata(processor)
     if metadata.latents is not None:
         metadata = metadata.model_copy(update={"latents": metadata.latents.relocate(checked, processor)})
     medium = _reopen_medium(checked, processor, metadata)
-    task = build_task(model, medium.key, metadata, codes=codes, text=text, base_folder=base_folder)
+    task = build_task(model, medium.key, metadata, code_tokenizer=code_tokenizer, text=text, base_folder=base_folder)
     tables = _build_media_tables(checked, medium, metadata, text)
     return GenerationWorkload(
-        checked, medium, metadata, task, tables, codes=codes, text=text, expected_fingerprint=fingerprint
+        checked,
+        medium,
+        metadata,
+        task,
+        tables,
+        code_tokenizer=code_tokenizer,
+        text=text,
+        expected_fingerprint=fingerprint,
     )
 
 
@@ -99,7 +116,7 @@ class GenerationWorkload(Workload):
         task: Any,
         tables: MediaTables,
         *,
-        codes: CodeTokenizer | None,
+        code_tokenizer: CodeTokenizer | None,
         text: TextCondition | None,
         prepared: PreparedData | None = None,
         expected_fingerprint: str | None = None,
@@ -107,14 +124,14 @@ class GenerationWorkload(Workload):
     ) -> None:
         """Take either prepared data, or the fingerprint that the data of a finished run must have.
 
-        `latents` are tables of latents that were computed beforehand, by the names of their tables.
+        `latents` are precomputed latents by the name of the table that they were computed from.
         """
         self.recipe, self.medium, self.metadata, self.task = recipe, medium, metadata, task
-        self.tables, self.codes, self.text, self._latents = tables, codes, text, latents or {}
+        self.tables, self.code_tokenizer, self.text, self._latents = tables, code_tokenizer, text, latents or {}
         self.key, self.mel = medium.key, tables.mel
         self.unit = medium.unit
-        if codes is not None:
-            self.metrics, self.unit = codes.metrics, "codes"
+        if code_tokenizer is not None:
+            self.metrics, self.unit = code_tokenizer.metrics, "codes"
         self.data = TableData(
             recipe,
             prepare=prepare_quietly,
@@ -129,7 +146,7 @@ class GenerationWorkload(Workload):
             read=self._read_saved_metadata,
             write_files=self._write_files,
             mel=tables.mel,
-            has_files=self._has_vocoder,
+            has_files=self._has_needed_files,
         )
         self.sampler = GenerationSampler(
             recipe,
@@ -142,7 +159,7 @@ class GenerationWorkload(Workload):
 
     @property
     def frozen_hashes(self) -> dict[str, str]:
-        return collect_frozen_hashes(latents=self.metadata.latents, codes=self.codes, text=self.text)
+        return collect_frozen_hashes(latents=self.metadata.latents, code_tokenizer=self.code_tokenizer, text=self.text)
 
     def _read_table(self, prepared: PreparedData, name: str, *, is_training: bool) -> Source:
         if name not in self._latents:
@@ -167,7 +184,7 @@ class GenerationWorkload(Workload):
             values = values.reshape(-1, *self.metadata.shape.sample)
         if self.task.latents is not None:
             x = torch.from_numpy(values).to(device)
-            if self.codes is None:
+            if self.code_tokenizer is None:
                 x = reconstruct(models["vae"], x)
             else:
                 x = self.task.latents.round_trip(models["tokenizer"], x)
@@ -179,8 +196,8 @@ class GenerationWorkload(Workload):
         previous = read_generator_metadata(folder)
         if self.text is not None:
             self.text.check_saved(folder)
-        if self.codes is not None:
-            self.codes.check_saved(folder)
+        if self.code_tokenizer is not None:
+            self.code_tokenizer.check_saved(folder)
         latents = self.metadata.latents
         if latents is not None:
             latents.check_recorded(previous.latents)
@@ -192,20 +209,20 @@ class GenerationWorkload(Workload):
         (folder / METADATA_FILE).write_text(self.metadata.model_dump_json(indent=1) + "\n")
         if self.text is not None:
             self.text.save(folder)
-        if self.codes is not None:
-            self.codes.save(folder)
+        if self.code_tokenizer is not None:
+            self.code_tokenizer.save(folder)
         if isinstance(self.medium, AudioMedium) and self.medium.vocoder is not None:
             self.medium.vocoder.save(folder / VOCODER_FOLDER)
 
-    def _has_vocoder(self, folder: Path) -> bool:
-        is_needed = isinstance(self.medium, AudioMedium) and self.medium.vocoder is not None
-        return not is_needed or (folder / VOCODER_FOLDER).is_dir()
+    def _has_needed_files(self, folder: Path) -> bool:
+        needs_vocoder = isinstance(self.medium, AudioMedium) and self.medium.vocoder is not None
+        return not needs_vocoder or (folder / VOCODER_FOLDER).is_dir()
 
     def export(self, models: Models, folder: Path) -> dict[str, Any]:
         from bottega.tasks.generation.export import export_generator
         from bottega.tasks.generation.export_codes import export_code_generator
 
-        return (export_generator if self.codes is None else export_code_generator)(self, models, folder)
+        return (export_generator if self.code_tokenizer is None else export_code_generator)(self, models, folder)
 
 
 def _check_recipe(recipe: Recipe) -> GeneratorRecipe:
@@ -218,10 +235,10 @@ def _check_recipe(recipe: Recipe) -> GeneratorRecipe:
 
 
 def _open_medium(
-    recipe: GeneratorRecipe, prepared: PreparedData, *, space: LatentSpace | None, codes: CodeTokenizer | None
+    recipe: GeneratorRecipe, prepared: PreparedData, *, space: LatentSpace | None, code_tokenizer: CodeTokenizer | None
 ) -> Medium:
     if isinstance(recipe, AudioRecipe):
-        return open_audio(recipe, prepared, space=space, codes=codes)
+        return open_audio(recipe, prepared, space=space, code_tokenizer=code_tokenizer)
     if isinstance(recipe, VideoRecipe):
         return VideoMedium(recipe, read_fps(recipe, prepared))
     return ImageMedium(recipe)
@@ -238,7 +255,7 @@ def _build_metadata(
     prepared: PreparedData,
     medium: Medium,
     *,
-    codes: CodeTokenizer | None,
+    code_tokenizer: CodeTokenizer | None,
     space: LatentSpace | None,
     text: TextCondition | None,
     base_folder: Path | None,
@@ -255,7 +272,7 @@ def _build_metadata(
         medium.get_patch(),
         classes,
         condition_size=_read_condition_size(recipe, prepared),
-        codes=codes,
+        code_tokenizer=code_tokenizer,
         text=text,
         base_folder=base_folder,
     )
@@ -274,7 +291,7 @@ def _read_condition_size(recipe: GeneratorRecipe, prepared: PreparedData) -> int
 
 
 def _read_condition_vectors(recipe: GeneratorRecipe, prepared: PreparedData, count: int) -> list[list[float]]:
-    """Return the condition vectors of the first training samples."""
+    """Return the condition vectors of the first `count` training samples, from the beginning again if there are fewer."""
     rows = open_media_source(recipe, prepared, prepared.training_tables[0], is_training=False)
     index = np.arange(count) % len(rows)
     vectors: list[list[float]] = rows.rows(index, np.zeros_like(index))["condition"].tolist()
@@ -304,7 +321,7 @@ def _build_media_tables(
 
 
 def _add_captions(samples: Source, rows: Any, text: TextCondition | None) -> Source:
-    return samples if text is None else CaptionRows(samples, rows.table, text.tokens)
+    return samples if text is None else CaptionRows(samples, rows.table, text.caption_tokenizer)
 
 
 def _cache_latents(
@@ -320,7 +337,7 @@ def _cache_latents(
         return {}
     names = [name for name in prepared.tables if name != "test"]
     rows = {name: tables.read_rows(prepared, name, is_training=name not in ("validation", "test")) for name in names}
-    samples = {name: (table, to_mel_samples(table, tables.mel)) for name, table in rows.items()}
+    samples = {name: (table_rows, to_mel_samples(table_rows, tables.mel)) for name, table_rows in rows.items()}
     return compute_latents(
         metadata.latents,
         metadata.shape.sample,

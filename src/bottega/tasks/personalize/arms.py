@@ -45,15 +45,14 @@ def generate_arm(
     record_keywords = list(keywords) if keywords is not None else workload.generate_keywords(records, models, progress)
     common_options: dict[str, Any] = {"device": device, "seed": seed, "progress": progress, **options}
     if pick and arm == "both":
-        return workload.image_sampler.sample_best(models, records, record_keywords, **common_options)[
-            0
-        ], record_keywords
+        images, *_ = workload.image_sampler.sample_best(models, records, record_keywords, **common_options)
+        return images, record_keywords
     all_weights = weighting if weighting is not None else workload.recipe.samples.weightings[0]
     unused_parts = {"none": ("soft", "keywords"), "keywords": ("soft",)}.get(arm, ())
     weights = all_weights.model_copy(update=dict.fromkeys(unused_parts, 0.0))
-    # As in training with keyword dropout: the trained tokens expect an empty text in place of the keywords.
-    drop = arm == "soft"
+    # As in training with keyword dropout: beside the trained tokens, an empty text takes the place of the keywords.
+    drop_keywords = arm == "soft"
     images = workload.image_sampler.sample_images(
-        models, records, record_keywords, weights=weights, drop_keywords=drop, **common_options
+        models, records, record_keywords, weights=weights, drop_keywords=drop_keywords, **common_options
     )
     return images, record_keywords

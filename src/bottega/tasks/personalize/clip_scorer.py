@@ -16,12 +16,13 @@ from bottega.models.clip.torch import load_clip
 from bottega.tasks.align.clip_folder import load_clip_tokenizer
 
 MIN_COSINE = 1e-4
-"""Lower bound of a cosine before its logarithm is taken, since a cosine may be 0 or negative. Useful images have higher ones."""
+"""Lower bound of a cosine before its logarithm is taken, since a cosine may be 0 or negative. Those of useful images are
+higher."""
 BATCH_SIZE = 64
 
 
 class Scores(NamedTuple):
-    """Cosine similarities of one image. `preference` is None without keywords of what the user likes."""
+    """Cosine similarities of one image to what the user likes (None without keywords) and to the wish, the target."""
 
     preference: float | None
     target: float
@@ -51,24 +52,24 @@ class ClipScorer:
     @torch.no_grad()
     def encode_images(self, images: np.ndarray) -> np.ndarray:
         """Return unit vectors, (images, dimensions), of uint8 images (images, height, width, 3)."""
-        parts = np.split(images, range(BATCH_SIZE, len(images), BATCH_SIZE))
-        batches = [torch.from_numpy(normalise_pixels(part, mode="symmetric")).to(self.device) for part in parts]
+        chunks = np.split(images, range(BATCH_SIZE, len(images), BATCH_SIZE))
+        batches = [torch.from_numpy(normalise_pixels(chunk, mode="symmetric")).to(self.device) for chunk in chunks]
         return np.concatenate([self.clip.encode_images(batch).float().cpu().numpy() for batch in batches])
 
     @torch.no_grad()
     def encode_texts(self, texts: Sequence[str]) -> np.ndarray:
         """Return unit vectors, (texts, dimensions)."""
-        rows = self.tokenizer.encode(texts)
-        chunks = [
+        tokens = self.tokenizer.encode(texts)
+        embeddings = [
             self.clip.encode_texts(
                 *(
-                    torch.from_numpy(rows[name][start : start + BATCH_SIZE]).to(self.device)
+                    torch.from_numpy(tokens[name][start : start + BATCH_SIZE]).to(self.device)
                     for name in ("input_ids", "attention_mask")
                 )
             )
             for start in range(0, len(texts), BATCH_SIZE)
         ]
-        return torch.cat(chunks).float().cpu().numpy()
+        return torch.cat(embeddings).float().cpu().numpy()
 
     def score_candidates(
         self, candidates: Sequence[np.ndarray], *, likes: Sequence[str], wishes: Sequence[str]
@@ -78,11 +79,11 @@ class ClipScorer:
         Each candidate is an array with one image for each user, in the same order. `likes` are the keywords of each user as
         text, empty for a user without keywords.
         """
-        targets = [self.encode_texts(texts) for texts in (likes, wishes)]
+        text_vectors = [self.encode_texts(texts) for texts in (likes, wishes)]
         scores = []
         for images in candidates:
-            vectors = self.encode_images(images)
-            cosines = [np.einsum("np,np->n", vectors, target).tolist() for target in targets]
+            image_vectors = self.encode_images(images)
+            cosines = [np.einsum("np,np->n", image_vectors, vectors).tolist() for vectors in text_vectors]
             rows = zip(likes, *cosines, strict=True)
             scores.append([Scores(preference if words else None, target) for words, preference, target in rows])
         return scores

@@ -5,6 +5,8 @@
     config.json         the shape, the frozen models by name and hash, the prompts, the weights of the condition, and the
                         sampling options
 
+L image tokens, S prefix tokens, H the width of the language model, W the width of the image generator's text embeddings.
+
 The frozen models are not copied: they are large, and most have a licence of their own.
 """
 

@@ -65,7 +65,7 @@ class PersonalizeMetadata(BaseModel):
     clip: FrozenModel | None = None
 
     @property
-    def frozen(self) -> dict[str, str]:
+    def component_hashes(self) -> dict[str, str]:
         """Component -> hash, over all frozen models."""
         return {**self.language_model.contents, **self.diffusion.contents, **(self.clip.contents if self.clip else {})}
 
@@ -87,9 +87,9 @@ class PersonalizeMetadata(BaseModel):
         return self.shape == recorded_metadata.shape
 
     def relocate(self, recipe: PersonalizeRecipe, processor: Path) -> PersonalizeMetadata:
-        """Return the metadata of a finished run with the present folders of its models.
+        """Return the metadata of a finished run with the current folders of its models.
 
-        A model may be where it was, where the recipe says, or beside a run that was moved.
+        A model may be at its recorded path, where the recipe names it, or beside a run that was moved.
         """
         models: dict[str, FrozenModel | None] = {
             key: _relocate(getattr(self, key), key, recipe, processor) for key in (LANGUAGE, GENERATOR)
@@ -172,7 +172,7 @@ def _relocate(model: FrozenModel, key: str, recipe: PersonalizeRecipe, processor
 
 
 def _relocate_clip(model: FrozenModel, recipe: PersonalizeRecipe, processor: Path) -> FrozenModel | None:
-    """Return None if CLIP is missing: then only the first weighting is sampled. Raise if it is another CLIP."""
+    """Return None if CLIP is missing: then only the first weighting is sampled. Raise CheckpointError if CLIP differs."""
     try:
         return _relocate(model, CLIP, recipe, processor)
     except FrozenModelMissing:

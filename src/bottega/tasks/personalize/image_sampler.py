@@ -1,4 +1,4 @@
-"""Generate personalised images: a candidate for each weighting of the condition, of which CLIP picks the best."""
+"""Personalised images: one candidate for each weighting of the condition, of which CLIP picks the best."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ImageChoice:
         return f"{weights.soft:g} / {weights.keywords:g} / {weights.target:g}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the request, the weighting and the scores, for the record of the samples."""
+        """Return the request, the weighting and the scores, as --json prints them."""
         scores = None if self.scores is None else self.scores._asdict()
         keywords = {"preference": list(self.keywords.preference), "target": list(self.keywords.target)}
         request = {"user": self.user, "wish": self.wish, "keywords": keywords}
@@ -120,17 +120,17 @@ class PersonalImages:
         """Write a contact sheet of all images by user and wish."""
         rows = []
         for number, summary in enumerate(self.summaries):
-            own_images = slice(number * self.images_per_request, (number + 1) * self.images_per_request)
-            captions = [choice.caption for choice in self.choices[own_images]]
-            rows.append(GeneratedRow(summary, list(self.images[own_images]), captions))
+            request_images = slice(number * self.images_per_request, (number + 1) * self.images_per_request)
+            captions = [choice.caption for choice in self.choices[request_images]]
+            rows.append(GeneratedRow(summary, list(self.images[request_images]), captions))
         write_contact_sheet(rows, path)
 
 
 @final
-class PersonalSampler:
+class ImageSampler:
     """Generates the images of one run; `clip` is the folder of the CLIP that picks among candidates.
 
-    `zero_unconditional` says that the generator was trained with zeros in place of an empty negative prompt.
+    `zero_unconditional` is whether the generator was trained with zeros in place of an empty negative prompt.
     """
 
     def __init__(
@@ -177,10 +177,11 @@ class PersonalSampler:
             ImageChoice(record.user, record.wish_or_caption, words, weighting, score)
             for record, words, weighting, score in zip(records, repeated_keywords, weightings, scores, strict=True)
         ]
-        notes = ["model.clip is not set, so the first of samples.weightings is used instead of the best"]
         summaries = tuple(summarize_user(request, words) for request, words in zip(requests, keywords, strict=True))
-        is_scored = self._clip_folder is not None or len(self.recipe.samples.weightings) == 1
-        return PersonalImages(images, tuple(choices), summaries, images_per_request, () if is_scored else tuple(notes))
+        notes: tuple[str, ...] = ()
+        if self._clip_folder is None and len(self.recipe.samples.weightings) > 1:
+            notes = ("model.clip is not set, so the first of samples.weightings is used instead of the best",)
+        return PersonalImages(images, tuple(choices), summaries, images_per_request, notes)
 
     def sample_best(
         self,
@@ -234,7 +235,7 @@ class PersonalSampler:
     ) -> np.ndarray:
         """Return one image for each record, uint8 (records, height, width, 3).
 
-        The initial noise of image n depends on the seed and n alone.
+        The initial noise of image n depends on the seed and n alone. Options that are None are those of the recipe's samples.
         """
         samples = self.recipe.samples
         steps, sampler = samples.steps if steps is None else steps, samples.sampler if sampler is None else sampler
@@ -256,8 +257,8 @@ class PersonalSampler:
             count = len(records[start : start + batch_size])
             rng = Noise(seed, 0, torch.arange(start, start + count, device=device), torch)
             report = partial(_report_batch, progress, start, count, len(records))
-            uses_half_precision = uses_bfloat16(device, self.recipe.training.mixed_precision)
-            with torch.autocast("cuda", torch.bfloat16, enabled=uses_half_precision):
+            is_bfloat16 = uses_bfloat16(device, self.recipe.training.mixed_precision)
+            with torch.autocast("cuda", torch.bfloat16, enabled=is_bfloat16):
                 x = self.task.sample(models, batch, rng, **options, progress=report)
             image_batches.append(x.float().cpu().numpy())
         return denormalise_pixels(require_finite(np.concatenate(image_batches)), mode="symmetric")

@@ -22,7 +22,7 @@ from bottega.tasks.personalize.keyword_parser import parse_keywords
 from bottega.tasks.personalize.language_tokenizer import LanguageTokenizer, hash_prompt_files
 from bottega.tasks.personalize.prompts import PromptBuilder
 
-# Raise it when the same answer would be parsed differently, so that old answers are not used again.
+# Increase it when the same answer would be parsed differently, so that old answers are not used again.
 FORMAT = 2
 MAX_ROWS, MAX_TOKENS = 128, 16384
 """The largest batch: prompts, and tokens with their padding."""

@@ -24,7 +24,7 @@ from bottega.tasks.personalize.language_tokenizer import LanguageTokenizer
 class PromptBuilder:
     """Builds prompts of at most `length` tokens; the oldest items of a history are dropped until the prompt fits.
 
-    `reserved` positions of the language model are left free for image tokens and prefixes.
+    At least `reserved` positions of the language model are left free, for image tokens and prefixes or for an answer.
     """
 
     def __init__(self, folder: Path | str, options: Keywords, *, length: int = 600, reserved: int = 0) -> None:
@@ -123,7 +123,7 @@ class ImagePrompts:
 
     @cached_property
     def builder(self) -> PromptBuilder:
-        """Return the builder of the language model's prompts."""
+        """Builds the prompts of the language model."""
         return PromptBuilder(self.folder, self.options, length=self.length, reserved=self.reserved)
 
     @property

@@ -68,10 +68,12 @@ class RunKeywords:
         self, prepared: PreparedData, names: Sequence[str], progress: ProgressCallback = ignore_progress
     ) -> None:
         """Generate the keywords of all records of the named tables, in one pass."""
-        records = {name: list_records(PersonalRows(prepared, name)) for name in names}
-        keywords = self.generate([record for rows in records.values() for record in rows], progress=progress)
-        for name, rows in records.items():
-            self._by_table[name], keywords = keywords[: len(rows)], keywords[len(rows) :]
+        records_by_table = {name: list_records(PersonalRows(prepared, name)) for name in names}
+        keywords = self.generate(
+            [record for records in records_by_table.values() for record in records], progress=progress
+        )
+        for name, records in records_by_table.items():
+            self._by_table[name], keywords = keywords[: len(records)], keywords[len(records) :]
 
     def read_table(self, prepared: PreparedData, name: str, tokenizer: ConditionTokenizer) -> PromptedRows:
         """Return the samples of a table with its keywords, which are generated if they are missing."""

@@ -26,7 +26,7 @@ from bottega.tasks.generation.paths import NoisePath
 from bottega.tasks.personalize.config import ConditionWeights
 
 PREFERENCE, TARGET, NEGATIVE = "preference", "target", "negative"
-"""Fields of a batch are these names with the number of the text encoder, such as target_0: int64 (batch, length)."""
+"""Prefixes of batch fields, which the number of the text encoder follows, such as target_0: token ids, int64 (batch, length)."""
 
 
 class Personalize(Task):
@@ -41,8 +41,9 @@ class Personalize(Task):
     path: NoisePath
     """The noise schedule and prediction type of the generator."""
     language_model: str
+    """Folder of the frozen language model."""
     image_model: str
-    """Folders of the frozen models."""
+    """Folder of the frozen image generator."""
     precision: FrozenPrecision = "fp32"
     checkpointing: bool = False
     """Whether the frozen models use gradient checkpointing, since gradients pass through them."""

@@ -29,7 +29,7 @@ class UserRequest:
 
     record: Record
     load_image: Callable[[Item], np.ndarray | None]
-    """Called for items that are drawn on a contact sheet; None for an item without an image."""
+    """Loads an item's image, uint8 (height, width, 3), to draw it on a contact sheet; returns None for an item without one."""
 
     def with_wish(self, wish: str) -> UserRequest:
         """Return the same user with another wish."""

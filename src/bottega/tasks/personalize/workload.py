@@ -31,7 +31,7 @@ from bottega.tasks.personalize.frozen_models import (
     find_frozen_models,
     load_generator_tokenizer,
 )
-from bottega.tasks.personalize.image_sampler import PersonalSampler
+from bottega.tasks.personalize.image_sampler import ImageSampler
 from bottega.tasks.personalize.keyword_cache import append_answers, read_cached_answers
 from bottega.tasks.personalize.keywords import KeywordGenerator
 from bottega.tasks.personalize.prompts import ImagePrompts
@@ -125,7 +125,7 @@ class PersonalizeWorkload(Workload):
         expected_fingerprint: str | None = None,
         resumed_answers: Mapping[str, tuple[str, ...]] | None = None,
     ) -> None:
-        """Take either prepared data, or for a finished run the fingerprint that it must have.
+        """Take either prepared data, or the fingerprint that the data of a finished run must have.
 
         `resumed_answers` are the answers of the language model that the run has trained with.
         """
@@ -162,7 +162,7 @@ class PersonalizeWorkload(Workload):
 
     @property
     def frozen_hashes(self) -> dict[str, str]:
-        return self.metadata.frozen
+        return self.metadata.component_hashes
 
     def personal_rows(self, name: str) -> PersonalRows:
         """Return the records of one prepared table."""
@@ -183,11 +183,11 @@ class PersonalizeWorkload(Workload):
         return PromptedRows(rows, self.generate_keywords(list_records(rows)), self.condition_tokenizer)
 
     @cached_property
-    def image_sampler(self) -> PersonalSampler:
-        """The part that generates images for records and keywords."""
+    def image_sampler(self) -> ImageSampler:
+        """Generates images for records and their keywords."""
         clip = self.metadata.clip.folder if self.metadata.clip is not None else None
         zero_unconditional = self.generator_tokenizer.metadata.zero_unconditional
-        return PersonalSampler(
+        return ImageSampler(
             self.recipe, self.task, self.condition_tokenizer, clip=clip, zero_unconditional=zero_unconditional
         )
 

@@ -31,7 +31,7 @@ class Objective(ABC):
     uses_schedule: ClassVar[bool]
     """Whether it uses `schedule` and `min_snr`."""
     has_stock_pipeline: ClassVar[bool]
-    """Whether the latent pipelines of diffusers can sample it: they call scale_model_input of the scheduler."""
+    """Whether the latent pipelines of diffusers can sample it: they need a scheduler with scale_model_input."""
 
     @abstractmethod
     def draw_times(self, rng: Noise) -> Tensor:
@@ -43,7 +43,7 @@ class Objective(ABC):
 
     @abstractmethod
     def model_time(self, t: Tensor) -> Tensor:
-        """Return t on the scale of the model's time input, from 0 to 1,000."""
+        """Return t as the model's time input, on a scale from 0 to 1,000."""
 
     @abstractmethod
     def target(self, clean: Tensor, noise: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ class Objective(ABC):
 
     @abstractmethod
     def split_prediction(self, predicted: Tensor, x: Tensor, alpha: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the (clean, noise) that a prediction at x implies."""
+        """Return the (clean, noise) that a prediction for the noisy sample x implies."""
 
     @abstractmethod
     def grid(self, steps: int, device: torch.device | str) -> Tensor:
@@ -66,7 +66,7 @@ class Objective(ABC):
         return self.levels(t)
 
     def weight(self, alpha: Tensor, sigma: Tensor) -> Tensor | None:
-        """Return the loss weight of each sample (batch,); None is 1 for all."""
+        """Return the loss weight of each sample (batch,), or None if all weights are 1."""
         return None
 
     def error(self, predicted: Tensor, clean: Tensor, noise: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
@@ -118,8 +118,8 @@ class VariancePreserving(Objective):
         return self.first_step + 1
 
     def grid(self, steps: int, device: torch.device | str) -> Tensor:
-        # Down to the very first step: a jump to the data from 1000 / steps cost scaled_linear 0.03 at 64 steps, and the
-        # second-order methods their order. The end, 0 again, is not a step but the data themselves.
+        # Down to step 0: a jump from step 1000 / steps to the data had an error of 0.03 with scaled_linear at 64 steps, and
+        # made the second-order methods first-order. The last time, 0 again, is not a step but the data themselves.
         step_times = torch.linspace(self.first_step / STEPS, 0, steps, dtype=torch.float64, device=device)
         return torch.cat((step_times, step_times.new_zeros(1)))
 

@@ -31,7 +31,7 @@ class ImageFiles:
     hashes: dict[Path, str] = field(default_factory=dict)
 
     def get_path(self, located: LocatedRecord, item: Item) -> Path | None:
-        """Return the image file of an item, None without one; `find_problem` has checked it."""
+        """Return the image file of an item, None without one; `find_problem` must have accepted the record."""
         if item.image is None:
             return None
         path = self.paths[located.root, item.image]
@@ -108,16 +108,17 @@ class DecodeJobs(Jobs):
     ranges: tuple[tuple[int, int], ...]
     folder: Path
     sizes: tuple[int, ...]
+    """Bytes of the files in each range."""
     encoder: ImageEncoder
     stop: bool
     """Whether a damaged file raises an error."""
     stage: str = "decode"
 
     def run_job(self, number: int, out: Path) -> dict[str, Any]:
-        start, stop = self.ranges[number]
+        start, end = self.ranges[number]
         bad_reasons: dict[str, str] = {}
         with ShardWriter(out / ROWS_FOLDER, self.encoder.columns) as writer:
-            for index in range(start, stop):
+            for index in range(start, end):
                 path = self.paths[index]
                 try:
                     for row in self.encoder.rows(Row(path.name, str(path), {"image": path})):

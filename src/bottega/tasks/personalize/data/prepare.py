@@ -1,4 +1,4 @@
-"""Preparation of user records with a captioning model for missing captions, which is loaded only if there are some."""
+"""Preparation of user records; if captions are missing, the captioning model of data.captions is loaded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bottega.tasks.personalize.data.tables import prepare_personal
 def prepare_people(
     data: PersonalizeData, *, progress: ProgressCallback = lambda stage, done, total: None, cache: Path | None = None
 ) -> PreparedData:
-    """Return the prepared records and images, from the cache or prepared now."""
+    """Return tables of records and images, as `prepare_personal` does, with captioning models loaded by torch."""
     return prepare_personal(data, progress=progress, cache=cache, load_captioner=_load_captioner)
 
 

@@ -47,7 +47,7 @@ class PeoplePreview(Preview):
             items = record.items[-num_columns:]
             num_missing = num_columns - len(items)
             images += [white] * num_missing + [white if item.image is None else rows.image(item) for item in items]
-            captions += [""] * num_missing + [item.caption for item in items[:-1]] + [f"took: {items[-1].caption}"]
+            captions += [""] * num_missing + [item.caption for item in items[:-1]] + [f"chose: {items[-1].caption}"]
         path = make_image_path(folder, "people.png")
         write_contact_sheet(images, path, captions=captions, columns=num_columns)
         return [path]

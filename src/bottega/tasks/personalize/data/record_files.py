@@ -40,7 +40,7 @@ EXPECTED_TYPES: defaultdict[str, str] = defaultdict(
         "dict_type": "an object of texts",
     },
 )
-# (our name, name in files of the published programs). If a record has two names for one of ours, the later in the list wins.
+# (our key, key in files of the published programs). If a record has two keys for one of ours, the later in the list wins.
 FOREIGN_KEYS = (("user", "worker_id"), ("user", "user_id"), ("style", "worker_style"), ("style", "user_style"))
 FOREIGN_ITEM_KEYS = (("id", "item_id"), ("caption", "caption"), ("image", "image_path"))
 SKIP_HINT = "data.bad_records=skip leaves such records out"
@@ -155,10 +155,10 @@ def _find_tables(data: PersonalizeData) -> dict[str, _Location]:
             locations[name] = locations[split]._replace(source=held_out)
             continue
         path = _resolve_path(held_out, name)
-        own_splits = _find_split_files(path) if path.is_dir() else {}
-        if path.is_dir() and name not in own_splits and data.collection is None:
+        path_splits = _find_split_files(path) if path.is_dir() else {}
+        if path.is_dir() and name not in path_splits and data.collection is None:
             raise DataError(f"data.{name}.path: {path} has no {name}.jsonl; give a record file")
-        locations[name] = _Location(path, own_splits.get(name, () if path.is_dir() else (path,)), held_out)
+        locations[name] = _Location(path, path_splits.get(name, () if path.is_dir() else (path,)), held_out)
     return locations
 
 
@@ -250,7 +250,7 @@ def _parse_record(fields: dict[str, object], where: str) -> Record | BadRecord:
 
 
 def _translate_keys(fields: dict[str, object]) -> dict[str, object]:
-    """Return the fields under our names if they come from the published programs for these collections."""
+    """Return the fields under our keys if they are in the layout of the programs published for these collections."""
     if "history_items_info" not in fields:
         return fields
 
@@ -272,7 +272,7 @@ def describe_validation_error(error: object) -> str:
     key = ".".join(map(str, error["loc"]))
     if error["type"] == "missing":
         problem = f"{key} is missing" if key in Record.model_fields else f"{key} is missing from an item"
-        return f"{problem}; one is such as {EXAMPLE}"
+        return f"{problem}; a record looks like {EXAMPLE}"
     if error["type"] == "extra_forbidden":
         keys = RECORD_KEYS if len(error["loc"]) == 1 else ", ".join(Item.model_fields)
         return f"{key} is not a known key; the keys are {keys}"
@@ -306,15 +306,15 @@ def _split_by_user(
     options = options or Splitting()
     by_user = options if options.by == "hash" else options.model_copy(update={"by": "fraction"})
     try:
-        sides = assign_splits(SplitTable(keys), by_user, validation, test)
+        splits = assign_splits(SplitTable(keys), by_user, validation, test)
     except DataError as error:
         raise DataError(f"{error} (each row is a user)") from None
-    side_by_user = dict(zip(users, sides.tolist(), strict=True))
+    split_by_user = dict(zip(users, splits.tolist(), strict=True))
     tables: dict[str, list[LocatedRecord]] = {
-        name: [] for side, name in enumerate(SPLIT_NAMES) if side in set(side_by_user.values())
+        name: [] for split, name in enumerate(SPLIT_NAMES) if split in set(split_by_user.values())
     }
     for located in records:
-        tables[SPLIT_NAMES[side_by_user[located.record.user]]].append(located)
+        tables[SPLIT_NAMES[split_by_user[located.record.user]]].append(located)
     return tables
 
 

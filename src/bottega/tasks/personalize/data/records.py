@@ -135,4 +135,4 @@ class PersonalRows(Source):
     @cached_property
     def _image_numbers(self) -> dict[str, int]:
         numbers = self.names.values("picture").tolist()
-        return {self.names.row("name", at): number for at, number in enumerate(numbers)}
+        return {self.names.row("name", row): number for row, number in enumerate(numbers)}

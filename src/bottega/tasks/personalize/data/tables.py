@@ -32,7 +32,7 @@ from bottega.tasks.personalize.data.record_files import SKIP_HINT, LocatedRecord
 from bottega.tasks.personalize.data.records import NAMES_TABLE, Item, Record
 
 TASK = "personalize"
-# Raise it when the same records would give other tables.
+# Increase it when the same records would give other tables.
 VERSION = 2
 COLUMNS = {
     "key": TEXT,
@@ -62,6 +62,7 @@ FIRST_WORDINGS = (
         "or name a file of captions or the folder of a captioning model with data.captions",
     ),
     ("an unpaired surrogate", "half a surrogate pair"),
+    ("; a record looks like ", "; one is such as "),
 )
 """Reasons of bad records -> their first wording, which cache keys contain."""
 
@@ -111,8 +112,8 @@ class PreparationPlan:
     @property
     def _bad_reasons(self) -> list[str]:
         """Reasons of bad records without their folders, for the cache key, in the wording of the first version."""
-        parts = (self.data.train, self.data.validation, self.data.test)
-        paths = [part.path for part in parts if part is not None and part.path is not None]
+        sources = (self.data.train, self.data.validation, self.data.test)
+        paths = [source.path for source in sources if source is not None and source.path is not None]
         roots = sorted({str(Path(path).expanduser()) for path in (*paths, self.data.pictures or "")} - {"."}, key=len)
         reasons = list(self.records.tally.named)
         for root in reversed(roots):  # the longest first: one may contain another
@@ -257,7 +258,8 @@ def _build_tables(plan: PreparationPlan, folder: Path, progress: ProgressCallbac
     damage_by_hash = {
         image_hash: reason_by_index[index] for index, image_hash in enumerate(first_uses) if index in reason_by_index
     }
-    numbers = {image_hash: number for number, image_hash in enumerate(p for p in first_uses if p not in damage_by_hash)}
+    valid_hashes = [image_hash for image_hash in first_uses if image_hash not in damage_by_hash]
+    numbers = {image_hash: number for number, image_hash in enumerate(valid_hashes)}
     tally, tables = _write_tables(plan, folder, numbers, damage_by_hash)
     meta = {
         "format": FORMAT_VERSION,
@@ -284,7 +286,10 @@ def _choose_encoder(size: int, count: int) -> ImageEncoder:
 def _write_tables(
     plan: PreparationPlan, folder: Path, numbers: dict[str, int], damage_by_hash: dict[str, str]
 ) -> tuple[Tally, dict[str, dict[str, int]]]:
-    """Write the tables of records and the table of image names."""
+    """Write the tables of records and the table of image names; return the tally, and the rows and users of each table.
+
+    `numbers` is hash -> row of an image in the table of images.
+    """
     tally = Tally(**{**vars(plan.records.tally), "named": list(plan.records.tally.named)})
     names: dict[str, str] = {}
     tables = {}

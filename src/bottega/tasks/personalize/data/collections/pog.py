@@ -73,6 +73,10 @@ def _read_clicks(
     left_out: Counter[str],
     bad_records: list[tuple[str, Record | BadRecord]],
 ) -> Iterator[Click]:
+    """Yield up to `limit` clicks with histories of up to `length` items.
+
+    Lines that cannot be used are counted in `left_out` by reason; malformed ones are added to `bad_records`.
+    """
     outfits = _read_outfits(folder, images)
     digests: set[int] = set()
     file, num_clicks = find_file(folder, USERS_FILE), 0

@@ -61,7 +61,8 @@ def _build_item(pack: Path, name: str) -> Item:
 
 
 def _read_emotions(folder: Path) -> dict[str, str]:
-    """Return topic/file -> emotion. A file with one split repeats annotations of the complete file."""
+    """Return "pack/file" -> emotion; of several annotations of a sticker the first counts, since the annotation files of the
+    splits repeat those of the complete file."""
     emotions: dict[str, str] = {}
     for file in sorted(folder.rglob("*.json")):
         try:
@@ -74,7 +75,7 @@ def _read_emotions(folder: Path) -> dict[str, str]:
 
 
 def _parse_annotations(content: Any) -> Iterator[tuple[str, str]]:
-    """Yield (file, emotion) from a list of rows, or from {annotations: rows, categories: names of their numbers}."""
+    """Yield ("pack/file", emotion) from a list of rows, or from {annotations: rows, categories: the names of the emotions}."""
     category_names: dict[str, str] = {}
     if isinstance(content, dict):
         categories = content.get("categories")
