@@ -353,11 +353,11 @@ def test_other_ranks_report_that_they_wait_and_time_out(
 
     def work(now: float) -> None:
         """Write a file every quarter of the stall timeout, as rank 0 would, and finally the dependency."""
-        if now % (dependencies.STALL_TIMEOUT / 4) == 0:
+        if now % (dependencies.STALL_SECONDS / 4) == 0:
             log = part / f"log-{now}"
             log.write_text("")
             os.utime(log, (log.stat().st_mtime + now,) * 2)
-        if now == 3 * dependencies.STALL_TIMEOUT:
+        if now == 3 * dependencies.STALL_SECONDS:
             hidden.rename(part / "final")
 
     clock.on_sleep = work
