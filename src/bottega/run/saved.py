@@ -259,7 +259,10 @@ def choose_checkpoint(directory: RunDirectory, which: str, *, needs_best: bool =
 
 
 def _choose_best(directory: RunDirectory, newest: Path, *, needs_best: bool) -> Path:
-    """Return the best checkpoint; if nothing was evaluated, or with a warning if it no longer exists, another one."""
+    """Return the best checkpoint, or `newest` if nothing was evaluated.
+
+    If the best one no longer exists, warn and return another, or raise `CheckpointError` with `needs_best`.
+    """
     best, step = checkpoints.find_best(directory.checkpoints)
     if not step or (best is not None and checkpoints.read_manifest(best).step == step):
         return best or newest
