@@ -36,14 +36,14 @@ def no_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 11, 60, 400])
-def test_confusion_matrix_of_any_number_of_classes(count: int, tmp_path: Path) -> None:
+def test_confusion_matrix_of_any_number_of_classes_fits_the_screen(count: int, tmp_path: Path) -> None:
     names = tuple(f"a class with a rather long name, {n} über $x 猫" for n in range(count))
     plot_confusion_matrix(np.diag(np.arange(count)) + 1, names, tmp_path / "deep" / "c.png")
     with Image.open(tmp_path / "deep" / "c.png") as image:
         assert max(image.size) < 2400
 
 
-def test_confusion_matrix_has_a_count_in_each_cell(figures: list[Any], tmp_path: Path) -> None:
+def test_confusion_matrix_has_a_count_in_each_filled_cell(figures: list[Any], tmp_path: Path) -> None:
     plot_confusion_matrix(np.array([[90, 0], [7, 1003]]), ("no", "yes"), tmp_path / "c.png")
     texts = texts_of(figures[0])
     assert {"90", "7", "1,003", "no", "yes", "predicted class", "true class"} <= set(texts)
@@ -52,33 +52,33 @@ def test_confusion_matrix_has_a_count_in_each_cell(figures: list[Any], tmp_path:
 
 def test_calibration_has_a_bar_for_each_filled_bin(figures: list[Any], tmp_path: Path) -> None:
     edges, counts = np.linspace(0, 1, 5), np.array([0, 10, 0, 30])
-    values = np.array([np.nan, 0.4, np.nan, 0.9])
-    plot_calibration(edges, counts, values, np.array([np.nan, 0.5, np.nan, 0.7]), tmp_path / "c.png")
+    confidence = np.array([np.nan, 0.4, np.nan, 0.9])
+    plot_calibration(edges, counts, confidence, np.array([np.nan, 0.5, np.nan, 0.7]), tmp_path / "c.png")
     top, bottom = figures[0].axes
     assert [bar.get_height() for bar in top.patches] == [0.5, 0.7]
     assert [bar.get_height() for bar in bottom.patches] == [10, 30]
     assert "40 predictions; expected calibration error 0.175" in texts_of(figures[0])
 
 
-def group(label: str, values: list[float]) -> dict[str, Any]:
+def build_group(label: str, values: list[float]) -> dict[str, Any]:
     points = dict(enumerate(values))
     shared = {"label": label, "name": f"runs/{label}", "kind": "seeds", "n": len(values)}
     return {**shared, "mean": float(np.mean(values)), "points": points}
 
 
 def test_every_run_is_a_dot_of_its_own(figures: list[Any], tmp_path: Path) -> None:
-    groups = [group("A", [0.8, 0.8, 0.8, 0.7]), group("B", [0.9, 0.9, 0.95, 0.91])]
+    groups = [build_group("A", [0.8, 0.8, 0.8, 0.7]), build_group("B", [0.9, 0.9, 0.95, 0.91])]
     plot_groups(groups, [(0.7, 0.85), (0.85, 0.96)], tmp_path / "p.png", title="accuracy", subtitle="")
     lines = figures[0].axes[0].lines
     dots = {(float(line.get_xdata()[0]), float(line.get_ydata()[0])) for line in lines if line.get_marker() == "o"}
     assert len(dots) == 8
     assert sorted(y for _, y in dots) == sorted([0.8, 0.8, 0.8, 0.7, 0.9, 0.9, 0.95, 0.91])
-    joined = [line for line in lines if line.get_marker() == "None" and len(line.get_xdata()) == 2]
-    assert len(joined) == 4
+    joining_lines = [line for line in lines if line.get_marker() == "None" and len(line.get_xdata()) == 2]
+    assert len(joining_lines) == 4
 
 
 def test_text_of_a_comparison_fits_the_figure(figures: list[Any], tmp_path: Path) -> None:
-    single = {**group("A", [0.8]), "points": {}}
+    single = {**build_group("A", [0.8]), "points": {}}
     conclusion = "B - A: no difference shown (McNemar's test (exact binomial), n = 10 of 12 people where only one is right, p = 0.1)"
     path = tmp_path / "p.png"
     plot_groups([single, single], [(0.7, 0.9)] * 2, path, title="t", subtitle="s", conclusions=[conclusion])
@@ -107,7 +107,7 @@ def test_bars_have_a_legend_for_each_condition_and_a_line_at_chance(figures: lis
     assert {"none: prompt only", "both: all", "chance"} <= set(texts_of(figures[0]))
 
 
-def test_range_test_marks_the_suggestion_and_cuts_what_diverges(figures: list[Any], tmp_path: Path) -> None:
+def test_range_test_marks_the_suggestion_and_cuts_a_diverging_loss(figures: list[Any], tmp_path: Path) -> None:
     rates, losses = np.logspace(-5, 0, 6).tolist(), [2.5, 2.4, 2.0, 1.5, 1.4, 90.0]
     report = {"curve": {"rate": rates, "loss": losses, "smoothed": losses}, "start_loss": 2.5, "lowest_loss": 1.4}
     plot_range_test({**report, "suggestion": 1e-2, "steepest": 1e-3, "minimum": 0.1}, tmp_path / "r.png")
@@ -117,7 +117,7 @@ def test_range_test_marks_the_suggestion_and_cuts_what_diverges(figures: list[An
     assert {"1e-5", "1e-3", "0.1", "1"} <= set(texts_of(figures[0]))
 
 
-def test_forgetting_matrix_leaves_what_was_not_measured_blank(figures: list[Any], tmp_path: Path) -> None:
+def test_forgetting_matrix_leaves_missing_values_blank(figures: list[Any], tmp_path: Path) -> None:
     matrix = [[0.9, None], [0.7, 0.8]]
     plot_forgetting(matrix, ["digits", "letters"], tmp_path / "f.png", metric="accuracy", maximise=True)
     assert {"0.900", "0.700", "0.800"} <= set(texts_of(figures[0]))
@@ -133,7 +133,7 @@ def test_experts_with_and_without_known_rules(figures: list[Any], tmp_path: Path
     assert "rule 0" in texts_of(figures[0])
 
 
-def test_every_spike_is_shown_up_to_the_most_units(figures: list[Any], tmp_path: Path) -> None:
+def test_every_spike_of_the_first_units_is_shown(figures: list[Any], tmp_path: Path) -> None:
     spikes = np.zeros((6, 2, MAX_UNITS + 10), np.float32)
     spikes[2, 0, 5] = spikes[4, 1, [3, 9]] = spikes[5, 1, MAX_UNITS + 1] = 1
     images = np.zeros((2, 4, 4, 1))
@@ -157,7 +157,7 @@ def test_a_plot_that_fails_leaves_no_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_style_is_not_left_behind(tmp_path: Path) -> None:
+def test_the_style_of_matplotlib_is_restored(tmp_path: Path) -> None:
     import matplotlib
 
     before = dict(matplotlib.rcParams)

@@ -92,22 +92,23 @@ def trained_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folder(trained_folder: Path, tmp_path: Path) -> Path:
     """A copy of `trained_folder`, with the same images under another path."""
     copy = Path(shutil.copytree(trained_folder, tmp_path / "runs", symlinks=True))
-    text = copy / "x" / "recipe.yaml"
-    text.write_text(text.read_text().replace(str(trained_folder), str(copy)))
-    part = Path(shutil.move(find_dependency(copy), needs.find_dependency_run(recipe(copy), "vae")))
+    recipe_file = copy / "x" / "recipe.yaml"
+    recipe_file.write_text(recipe_file.read_text().replace(str(trained_folder), str(copy)))
+    dependency_run = Path(shutil.move(find_dependency(copy), needs.find_dependency_run(recipe(copy), "vae")))
     metadata = copy / "x" / "processor" / "generator.json"
-    metadata.write_text(metadata.read_text().replace(str(find_dependency(trained_folder)), str(part)))
+    metadata.write_text(metadata.read_text().replace(str(find_dependency(trained_folder)), str(dependency_run)))
     return copy
 
 
 def find_dependency(folder: Path) -> Path:
+    """Return the only exported dependency among the runs of a folder."""
     (match,) = (path.parent for path in (folder / "parts").glob("*/final"))
     return match
 
 
 @pytest.fixture
-def group(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """The environment of rank 0 of two."""
+def rank_0_monkeypatch(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A monkeypatch with the environment of rank 0 of two set."""
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     return monkeypatch
@@ -117,36 +118,38 @@ def group(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_dependency_is_trained_again_after_a_data_change(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    part = find_dependency(folder)
-    before = (part / "final" / "model.safetensors", part / "final" / "diffusion_pytorch_model.safetensors")
-    weights = next(path.read_bytes() for path in before if path.is_file())
-    assert run.ensure_dependency(recipe(folder), "vae") == part
+    dependency_run = find_dependency(folder)
+    candidates = [
+        dependency_run / "final" / name for name in ("model.safetensors", "diffusion_pytorch_model.safetensors")
+    ]
+    weights = next(path.read_bytes() for path in candidates if path.is_file())
+    assert run.ensure_dependency(recipe(folder), "vae") == dependency_run
     assert capsys.readouterr().err == "", "the same data: reused"
     append_image(folder)
-    assert run.ensure_dependency(recipe(folder), "vae") == part
+    assert run.ensure_dependency(recipe(folder), "vae") == dependency_run
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert "needs.vae was trained on other data and is trained again" in err
-    old = part.with_name(f"{part.name}.1")
+    old = dependency_run.with_name(f"{dependency_run.name}.1")
     assert str(old) in err
     assert weights in [path.read_bytes() for path in (old / "final").iterdir()], "nothing is lost"
     assert bottega.load(folder / "x").task.latents.folder == str(old / "final"), (
         "the old run still loads its autoencoder"
     )
-    shutil.rmtree(part / "final")
+    shutil.rmtree(dependency_run / "final")
     append_image(folder)
     run.ensure_dependency(recipe(folder), "vae")
-    assert part.with_name(f"{part.name}.2").is_dir(), "an incomplete run is moved as well"
+    assert dependency_run.with_name(f"{dependency_run.name}.2").is_dir(), "an incomplete run is moved as well"
 
 
 def test_own_data_or_allowed_change_keeps_the_dependency(folder: Path) -> None:
-    part = find_dependency(folder)
+    dependency_run = find_dependency(folder)
     append_image(folder)
-    assert run.ensure_dependency(recipe(folder), "vae", allow_data_change=True) == part
-    assert not part.with_name(f"{part.name}.1").exists()
+    assert run.ensure_dependency(recipe(folder), "vae", allow_data_change=True) == dependency_run
+    assert not dependency_run.with_name(f"{dependency_run.name}.1").exists()
     own = recipe(folder, **{"needs.vae.own_data": True})
     path = needs.find_dependency_run(own, "vae")
-    part.rename(path)
+    dependency_run.rename(path)
     assert run.ensure_dependency(own, "vae") == path
     assert not path.with_name(f"{path.name}.1").exists()
 
@@ -205,8 +208,8 @@ def test_saved_recipe_has_the_same_dependencies(tmp_path: Path, name: str, chang
     (tmp_path / "recipe.yaml").write_text(to_yaml(first))
     again = load_recipe([tmp_path / "recipe.yaml"]).recipe
     assert first.needs
-    for part in first.needs:
-        assert needs.find_dependency_run(again, part) == needs.find_dependency_run(first, part)
+    for dependency in first.needs:
+        assert needs.find_dependency_run(again, dependency) == needs.find_dependency_run(first, dependency)
 
 
 def test_dependency_inherits_the_data_of_its_parent(tmp_path: Path) -> None:
@@ -240,7 +243,7 @@ def test_changed_autoencoder_is_refused_on_resume(folder: Path, tmp_path: Path) 
     shutil.rmtree(base / "processor")
     other = next((find_dependency(folder) / "final").glob("*.safetensors"))
     for file in (vae / "final").glob("*.safetensors"):
-        held = file.read_bytes()
+        original = file.read_bytes()
         changed = bytearray(other.read_bytes())
         changed[-1] ^= 1
         file.write_bytes(changed)
@@ -252,7 +255,7 @@ def test_changed_autoencoder_is_refused_on_resume(folder: Path, tmp_path: Path) 
     for arguments in (["--allow-data-change"], ["--resume_from", str(base)]):
         name = "y" if "--resume_from" in arguments else "x"
         assert cli.main(["train", write_recipe(tmp_path / "b", **longer, name=name), "--quiet", *arguments]) == 4
-    file.write_bytes(held)
+    file.write_bytes(original)
     assert bottega.train(settings(tmp_path / "b", **longer)).step == 3
 
 
@@ -283,16 +286,16 @@ def fake_child(code: int, out: str = "exported") -> str:
 
 @pytest.mark.parametrize(("code", "passed_on"), [(6, 6), (7, 7), (85, 85), (130, 130), (-9, 137)])
 def test_exit_code_of_a_failed_dependency_is_passed_on(
-    tmp_path: Path, group: pytest.MonkeyPatch, code: int, passed_on: int
+    tmp_path: Path, rank_0_monkeypatch: pytest.MonkeyPatch, code: int, passed_on: int
 ) -> None:
-    group.setattr(dependencies, "_run_outside_group", lambda words, quiet: code)
+    rank_0_monkeypatch.setattr(dependencies, "_run_outside_group", lambda words, quiet: code)
     with pytest.raises(BottegaError, match=r"needs\.vae: bottega train of .* failed with exit code") as caught:
         run.ensure_dependency(recipe(tmp_path), "vae")
     assert caught.value.code == passed_on
 
 
 def test_output_of_a_dependency_goes_to_standard_error(
-    group: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+    rank_0_monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     started: list[list[str]] = []
     popen = subprocess.Popen
@@ -301,10 +304,10 @@ def test_output_of_a_dependency_goes_to_standard_error(
         started.append(command)
         return popen([sys.executable, "-c", fake_child(0)], **options)
 
-    group.setattr(subprocess, "Popen", start_fake_child)
+    rank_0_monkeypatch.setattr(subprocess, "Popen", start_fake_child)
     for quiet in (True, False):
         dependencies.train_in_subprocess(
-            recipe(tmp_path), tmp_path / "part", name="vae", quiet=quiet, allow_data_change=False
+            recipe(tmp_path), tmp_path / "vae", name="vae", quiet=quiet, allow_data_change=False
         )
         out, err = capfd.readouterr()
         assert out == ""
@@ -314,16 +317,16 @@ def test_output_of_a_dependency_goes_to_standard_error(
 
 @pytest.mark.slow
 def test_dependency_is_trained_in_a_subprocess_by_rank_0(
-    tmp_path: Path, group: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, rank_0_monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for name, value in environment().items():
         if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-            group.setenv(name, value)
-    part = run.ensure_dependency(recipe(tmp_path), "vae", quiet=False)
+            rank_0_monkeypatch.setenv(name, value)
+    dependency_run = run.ensure_dependency(recipe(tmp_path), "vae", quiet=False)
     out, err = capfd.readouterr()
     assert out == ""
     assert "exported step-00000002" in err
-    assert (part / "final" / "README.md").is_file()
+    assert (dependency_run / "final" / "README.md").is_file()
 
 
 class Clock:
@@ -342,31 +345,31 @@ class Clock:
 
 
 def test_other_ranks_report_that_they_wait_and_time_out(
-    folder: Path, group: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, rank_0_monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    group.setenv("RANK", "1")
+    rank_0_monkeypatch.setenv("RANK", "1")
     clock = Clock()
-    group.setattr(dependencies, "time", clock)
-    part = find_dependency(folder)
-    hidden = part / "hidden"
-    (part / "final").rename(hidden)
+    rank_0_monkeypatch.setattr(dependencies, "time", clock)
+    dependency_run = find_dependency(folder)
+    hidden = dependency_run / "hidden"
+    (dependency_run / "final").rename(hidden)
 
-    def work(now: float) -> None:
+    def write_files(now: float) -> None:
         """Write a file every quarter of the stall timeout, as rank 0 would, and finally the dependency."""
-        if now % (dependencies.STALL_TIMEOUT / 4) == 0:
-            log = part / f"log-{now}"
+        if now % (dependencies.STALL_SECONDS / 4) == 0:
+            log = dependency_run / f"log-{now}"
             log.write_text("")
             os.utime(log, (log.stat().st_mtime + now,) * 2)
-        if now == 3 * dependencies.STALL_TIMEOUT:
-            hidden.rename(part / "final")
+        if now == 3 * dependencies.STALL_SECONDS:
+            hidden.rename(dependency_run / "final")
 
-    clock.on_sleep = work
-    assert run.ensure_dependency(recipe(folder), "vae", quiet=False) == part
+    clock.on_sleep = write_files
+    assert run.ensure_dependency(recipe(folder), "vae", quiet=False) == dependency_run
     clock.on_sleep = lambda now: None
     err = capsys.readouterr().err
     assert err.count("\n") == 1
-    assert f"rank 1 waits for rank 0 to train needs.vae: {part}" in err
-    (part / "final").rename(hidden)
+    assert f"rank 1 waits for rank 0 to train needs.vae: {dependency_run}" in err
+    (dependency_run / "final").rename(hidden)
     with pytest.raises(PeerLost, match=r"needs\.vae: nothing was written to") as caught:
         run.ensure_dependency(recipe(folder), "vae")
     assert caught.value.code == 8
@@ -388,26 +391,26 @@ def test_second_process_waits_and_reuses_the_dependency(
 
     clock.on_sleep = wait
     monkeypatch.setattr(dependencies, "time", clock)
-    part = find_dependency(folder)
-    (part / "final").rename(part / "hidden")
+    dependency_run = find_dependency(folder)
+    (dependency_run / "final").rename(dependency_run / "hidden")
 
-    def never(*arguments: Any, **options: Any) -> None:
+    def refuse_to_train(*arguments: Any, **options: Any) -> None:
         raise AssertionError("it is already trained")
 
-    monkeypatch.setattr(run, "_train_dependency", never)
+    monkeypatch.setattr(run, "_train_dependency", refuse_to_train)
     paths: list[Path] = []
-    with dependencies.lock_dependency(part, quiet=True):
+    with dependencies.lock_dependency(dependency_run, quiet=True):
         second = threading.Thread(
             target=lambda: paths.append(run.ensure_dependency(recipe(folder), "vae", quiet=False))
         )
         second.start()
         assert has_waited.wait(100)
         assert second.is_alive()
-        (part / "hidden").rename(part / "final")
+        (dependency_run / "hidden").rename(dependency_run / "final")
     second.join(100)
-    assert paths == [part]
+    assert paths == [dependency_run]
     err = capsys.readouterr().err
-    assert err.count(f"waiting for another process to train {part}") == 1, "once a minute"
+    assert err.count(f"waiting for another process to train {dependency_run}") == 1, "once a minute"
 
 
 def test_dependency_is_exported_atomically_under_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -481,7 +484,7 @@ def test_run_that_cannot_resume_trains_no_dependency(folder: Path) -> None:
     )
 
 
-def test_dependency_cycle_is_one_line(tmp_path: Path) -> None:
+def test_dependency_cycle_is_refused_in_one_line(tmp_path: Path) -> None:
     first, second = tmp_path / "one.yaml", tmp_path / "two.yaml"
     for path, other in ((first, second), (second, first)):
         path.write_text(f"extends: image\nmodel: {{vae: needs.next}}\nneeds: {{next: {{recipe: {other}}}}}\n")

@@ -1,4 +1,4 @@
-"""The training session: which callbacks are called."""
+"""The training session calls the callbacks of techniques."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def plot_groups(
     only the mean over samples is known. `conclusions` are written below, one line each.
     """
     width = max(1.8 * len(groups) + 1.2, 5.2, 0.072 * max(map(len, [subtitle, *conclusions])) + 1.0)
-    inch = len(groups) / (width - 1)  # in units of the horizontal axis
+    inch = len(groups) / (width - 1)  # the length of an inch in units of the horizontal axis
     with open_figure(path, width=width, height=4.4 + 0.18 * len(conclusions)) as figure:
         axes = figure.add_subplot()
         axes.grid(axis="y")
@@ -120,8 +120,8 @@ def _place_dots(
     """Return the position of each run's dot; a dot that would hide another one moves to its left."""
     dots: dict[int, tuple[float, float]] = {}
     for key, value in sorted(points.items(), key=lambda point: point[1]):
-        taken_x = {at for at, other in dots.values() if abs(other - value) <= min_distance}
-        dots[key] = next(at for i in range(len(points)) if (at := x - 0.11 * inch * i) not in taken_x), value
+        taken_x = {dot_x for dot_x, dot_y in dots.values() if abs(dot_y - value) <= min_distance}
+        dots[key] = next(new_x for i in range(len(points)) if (new_x := x - 0.11 * inch * i) not in taken_x), value
     return dots
 
 

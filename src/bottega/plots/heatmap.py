@@ -24,8 +24,8 @@ def plot_forgetting(
     cell_width = max(0.62, 0.085 * max(map(len, short_names)))
     with open_figure(path, width=max(cell_width * count + label_width + 0.4, 5.2), height=0.46 * count + 1.5) as figure:
         axes = figure.add_subplot()
-        cell_texts = [["" if np.isnan(value) else f"{value:.3f}" for value in row] for row in values]
-        _draw_cells(axes, scale if maximise else 1 - scale, cell_texts)
+        cell_labels = [["" if np.isnan(value) else f"{value:.3f}" for value in row] for row in values]
+        _draw_cells(axes, scale if maximise else 1 - scale, cell_labels)
         axes.set_xticks(range(count), short_names)
         axes.set_yticks(range(count), short_names)
         axes.set_xlabel("evaluated on")
@@ -66,7 +66,7 @@ def plot_experts(
         add_title(top, "Choice of experts", subtitle)
 
 
-def _draw_cells(axes: Any, strength: np.ndarray, cell_texts: Sequence[Sequence[str]]) -> None:
+def _draw_cells(axes: Any, strength: np.ndarray, cell_labels: Sequence[Sequence[str]]) -> None:
     """Draw (rows, columns) between 0 and 1 from white to blue, with a text in each cell; NaN stays white."""
     from matplotlib.colors import LinearSegmentedColormap
 
@@ -74,7 +74,7 @@ def _draw_cells(axes: Any, strength: np.ndarray, cell_texts: Sequence[Sequence[s
     axes.imshow(strength, cmap=colours, vmin=0, vmax=1, aspect="auto", interpolation="nearest")
     for (row, column), value in np.ndenumerate(strength):
         colour = "white" if value > 0.55 else INK
-        axes.text(column, row, cell_texts[row][column], ha="center", va="center", color=colour, fontsize=8)
+        axes.text(column, row, cell_labels[row][column], ha="center", va="center", color=colour, fontsize=8)
     rows, columns = strength.shape
     axes.set_xticks(np.arange(columns + 1) - 0.5, minor=True)
     axes.set_yticks(np.arange(rows + 1) - 0.5, minor=True)

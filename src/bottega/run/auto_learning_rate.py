@@ -44,9 +44,10 @@ def run_range_test(
     steps: int = NUM_STEPS,
     report_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
-    """Run a range test from initial weights or a verified checkpoint; return its report. Writes nothing to disk.
+    """Run a range test of the learning rates from `low` to `high`; return its report. Nothing is written to disk.
 
-    Training plan and engine are built for this test alone, because techniques may keep state in them.
+    The test starts from initial weights, or from the verified checkpoint `checkpoint_path`. Training plan and engine are
+    built for this test alone, because techniques may keep state in them.
     """
     lr_range_test.check_range(low, high, steps)
     # Compiling does not pay for a hundred steps, and averaged weights are not used.
@@ -101,11 +102,11 @@ def resolve_learning_rate(
         return recipe
     backend = open_backend(recipe.engine)
     rank = backend.join_ranks(recipe.device)
-    file = directory.path / REPORT_FILE
+    report_file = directory.path / REPORT_FILE
     # Only rank 0 checks: the others might read before --fresh has renamed the old run.
     if backend.any_rank(rank == 0 and _has_rate(directory, recipe, workload)):
-        rate = float(json.loads(file.read_text(encoding="utf-8"))["suggestion"])
-        console.info(f"training.learning_rate: auto is {rate:g}, from the earlier range test ({file})")
+        rate = float(json.loads(report_file.read_text(encoding="utf-8"))["suggestion"])
+        console.info(f"training.learning_rate: auto is {rate:g}, from the earlier range test ({report_file})")
         return _replace_training_options(recipe, learning_rate=rate)
     checkpoint_and_manifest = (
         resume.find_checkpoint(directory, resume_from, console.warn) if resume_from is not None else None
@@ -117,25 +118,25 @@ def resolve_learning_rate(
         )
     rate = report["suggestion"]
     if rank == 0:
-        directory.write(file, json.dumps({**report, "key": _compute_key(recipe, workload)}, indent=1) + "\n")
+        directory.write(report_file, json.dumps({**report, "key": _compute_key(recipe, workload)}, indent=1) + "\n")
         try_plot(partial(plot_range_test, report), directory.path / PLOT_FILE, warn=console.warn)
-    console.info(f"training.learning_rate: auto is {rate:g}, found by a range test ({file})")
+    console.info(f"training.learning_rate: auto is {rate:g}, found by a range test ({report_file})")
     return _replace_training_options(recipe, learning_rate=rate)
 
 
 def _has_rate(directory: RunDirectory, recipe: Recipe, workload: Workload) -> bool:
     """Return whether the run has a rate for this recipe and data; raise if it has checkpoints but no rate."""
-    file = directory.path / REPORT_FILE
+    report_file = directory.path / REPORT_FILE
     try:
-        report = json.loads(file.read_text(encoding="utf-8"))
-        has_same_key, is_number = report["key"] == _compute_key(recipe, workload), float(report["suggestion"]) > 0
+        report = json.loads(report_file.read_text(encoding="utf-8"))
+        has_same_key, is_valid_rate = report["key"] == _compute_key(recipe, workload), float(report["suggestion"]) > 0
     except (OSError, ValueError, KeyError, TypeError):
-        has_same_key = is_number = False
+        has_same_key = is_valid_rate = False
     if not resume.has_begun(directory):
-        return has_same_key and is_number
-    if not is_number:
+        return has_same_key and is_valid_rate
+    if not is_valid_rate:
         raise CheckpointError(
-            f"{file} is missing or damaged; it contains the learning rate of this run; restore it, or start over with "
+            f"{report_file} is missing or damaged; it contains the learning rate of this run; restore it, or start over with "
             "--fresh"
         )
     return True
@@ -147,5 +148,5 @@ def _compute_key(recipe: Recipe, workload: Workload) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _replace_training_options(recipe: Recipe, **training: Any) -> Recipe:
-    return recipe.model_copy(update={"training": recipe.training.model_copy(update=training)})
+def _replace_training_options(recipe: Recipe, **options: Any) -> Recipe:
+    return recipe.model_copy(update={"training": recipe.training.model_copy(update=options)})

@@ -89,7 +89,7 @@ def load_checked_recipe(sources: Sequence[Any], overrides: Sequence[tuple[str, s
 
 
 def _find_recipe_problems(recipe: Recipe) -> list[BottegaError]:
-    """Return the problems of a recipe whose invalid keys were left out."""
+    """Return the problems of a recipe from which the invalid keys were removed."""
     world_size = World.from_environment().size
     return [
         *find_unimplemented_options(recipe),
@@ -126,7 +126,7 @@ def find_data_problems(recipe: Recipe, plan: TrainingPlan) -> list[BottegaError]
 
 
 def find_model_problems(recipe: Recipe, plan: TrainingPlan) -> list[BottegaError]:
-    """Return the settings that the model does not support, from its shape: nothing is allocated or computed."""
+    """Return a problem for each setting that the model does not support, by its shape: nothing is allocated or computed."""
     return open_backend(recipe.engine).find_model_problems(plan.task, recipe.training, seed=recipe.seed)
 
 
@@ -140,7 +140,7 @@ def list_adjusted_settings(recipe: Recipe, plan: TrainingPlan) -> list[str]:
 
 
 def find_size_problems(recipe: Recipe, task: Task) -> list[BottegaError]:
-    """Return a problem if the model does not fit in memory, from its shape, before it is built."""
+    """Return a problem if the model does not fit in memory, estimated from its shape before it is built."""
 
     def check() -> None:
         backend, is_frozen = open_backend(recipe.engine), find_injection(recipe) is not None
@@ -162,14 +162,15 @@ def find_directory_problems(recipe: Recipe) -> list[BottegaError]:
 def _check_writable(run: RunDirectory) -> None:
     """Raise the error that training would raise if it could not write the run directory."""
     existing = _find_nearest_existing(run.path)
-    code = 0 if os.access(existing, os.W_OK | os.X_OK) else errno.EACCES
+    error_number = 0 if os.access(existing, os.W_OK | os.X_OK) else errno.EACCES
     if not existing.is_dir():
-        code = errno.EEXIST if existing == Path(os.path.abspath(run.path)) else errno.ENOTDIR
-    if code:
-        raise explain_os_error(OSError(code, os.strerror(code)), run.path)
+        error_number = errno.EEXIST if existing == Path(os.path.abspath(run.path)) else errno.ENOTDIR
+    if error_number:
+        raise explain_os_error(OSError(error_number, os.strerror(error_number)), run.path)
 
 
 def _find_nearest_existing(path: Path) -> Path:
+    """Return `path` if it exists, or else the nearest folder above it that does."""
     absolute = Path(os.path.abspath(path))
     return next(folder for folder in (absolute, *absolute.parents) if os.path.lexists(folder))
 
@@ -269,12 +270,12 @@ def _find_shape_problems(recipe: Recipe) -> list[BottegaError]:
     if not isinstance(model, Generator) or model.backbone == "unet":
         return []
     # Rotary positions of the language model over codes need an even head size.
-    twice, factor = ("twice ", 2) if model.backbone == "tokens" else ("", 1)
+    prefix, factor = ("twice ", 2) if model.backbone == "tokens" else ("", 1)
     if model.hidden_size % (factor * model.num_heads) == 0:
         return []
     return [
         UsageError(
-            f"model.hidden_size: {model.hidden_size} is not a multiple of {twice}num_heads {model.num_heads}; change one of them"
+            f"model.hidden_size: {model.hidden_size} is not a multiple of {prefix}num_heads {model.num_heads}; change one of them"
         )
     ]
 
@@ -315,18 +316,18 @@ def _make_failing_check(error: BottegaError) -> Callable[[], None]:
     return check
 
 
-def _iter_sources(block: Any) -> Iterator[Source]:
-    """Yield every data source in a section of a recipe."""
-    if isinstance(block, Source):
-        yield block
-    elif isinstance(block, Section):
-        for field in type(block).model_fields:
-            yield from _iter_sources(getattr(block, field))
-    elif isinstance(block, tuple | list):
-        for item in block:
+def _iter_sources(value: Any) -> Iterator[Source]:
+    """Yield every data source in a section of a recipe, or in a value within one."""
+    if isinstance(value, Source):
+        yield value
+    elif isinstance(value, Section):
+        for field in type(value).model_fields:
+            yield from _iter_sources(getattr(value, field))
+    elif isinstance(value, tuple | list):
+        for item in value:
             yield from _iter_sources(item)
-    elif isinstance(block, Mapping):
-        for item in block.values():
+    elif isinstance(value, Mapping):
+        for item in value.values():
             yield from _iter_sources(item)
 
 
@@ -339,11 +340,12 @@ def _find_dependency_problems(recipe: Recipe) -> list[BottegaError]:
             run = RunDirectory(dependencies.find_dependency_run(recipe, name))
             problems += _collect(run.must_exist)
         elif need is not None:
-            problems += _find_problems_of_dependency(recipe, name)
+            problems += _find_dependency_recipe_problems(recipe, name)
     return problems
 
 
-def _find_problems_of_dependency(recipe: Recipe, name: str) -> list[BottegaError]:
+def _find_dependency_recipe_problems(recipe: Recipe, name: str) -> list[BottegaError]:
+    """Return the problems of one dependency's recipe, except those that its parent `recipe` has too."""
     dependency = dependencies.build_dependency_recipe(recipe, name)
     problems = [
         *find_unimplemented_options(dependency),
@@ -351,8 +353,8 @@ def _find_problems_of_dependency(recipe: Recipe, name: str) -> list[BottegaError
         *_find_shape_problems(dependency),
         *_find_file_problems(dependency),
     ]
-    own_problems = {str(problem) for problem in [*_find_machine_problems(recipe, 1), *_find_file_problems(recipe)]}
+    parent_problems = {str(problem) for problem in [*_find_machine_problems(recipe, 1), *_find_file_problems(recipe)]}
     dependency_problems = [
-        type(problem)(f"needs.{name}: {problem}") for problem in problems if str(problem) not in own_problems
+        type(problem)(f"needs.{name}: {problem}") for problem in problems if str(problem) not in parent_problems
     ]
     return [*dependency_problems, *_find_dependency_problems(dependency)]

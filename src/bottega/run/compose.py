@@ -39,7 +39,10 @@ from bottega.techniques.training_plan import TrainingPlan
 
 
 def prepare_workload(recipe: Recipe, console: Console, *, processor: Path | None = None) -> Workload:
-    """Open the task with its data prepared, showing a progress bar. `processor` is the folder of a run that is resumed."""
+    """Prepare the data of a recipe and open its task, with progress bars.
+
+    `processor` is the processor folder of the run that is resumed; None starts a new run.
+    """
     with progress_bars(console.rich) as progress:
         return registry.open_workload(recipe, progress=progress, processor=processor)
 
@@ -67,7 +70,7 @@ def build_engine(recipe: Recipe, task: Task) -> Engine:
 
 
 def resolve_micro_batch_size(recipe: Recipe) -> int | None:
-    """Return the examples in one forward pass of one process; None for the whole batch."""
+    """Return the number of samples in one forward pass of one process; None for the whole batch."""
     training = recipe.training
     if isinstance(training.micro_batch_size, int):
         return training.micro_batch_size
@@ -169,24 +172,24 @@ def get_peak_learning_rate(recipe: Recipe) -> float:
 
 
 def _build_schedule(recipe: Recipe, peak: float, *, total: int, steps_per_epoch: int) -> Schedule:
-    s = recipe.training.scheduler
-    warmup = s.warmup_steps.to_steps(total, steps_per_epoch)
+    scheduler = recipe.training.scheduler
+    warmup = scheduler.warmup_steps.to_steps(total, steps_per_epoch)
     return Schedule(
-        s.name,
+        scheduler.name,
         total=total,
         warmup=min(warmup, total),
         floor=_compute_floor(recipe, peak),
-        cycle=s.t_max or (max(1, (total - warmup) // s.cycles) if s.cycles else None),
-        power=s.power,
-        gamma=s.gamma,
-        decay_fraction=s.decay_fraction,
+        cycle=scheduler.t_max or (max(1, (total - warmup) // scheduler.cycles) if scheduler.cycles else None),
+        power=scheduler.power,
+        gamma=scheduler.gamma,
+        decay_fraction=scheduler.decay_fraction,
     )
 
 
 def _compute_floor(recipe: Recipe, peak: float) -> float:
     """Return the smallest learning rate as a fraction of the peak."""
-    s = recipe.training.scheduler
-    fraction = s.eta_min / peak if s.eta_min is not None else s.min_ratio or 0.0
+    scheduler = recipe.training.scheduler
+    fraction = scheduler.eta_min / peak if scheduler.eta_min is not None else scheduler.min_ratio or 0.0
     return min(1.0, fraction)
 
 
@@ -231,8 +234,8 @@ def check_metrics(recipe: Recipe, measured_metrics: tuple[str, ...], *, has_vali
 
 
 def make_validation_batches(recipe: Recipe, source: Source, loader: Loader) -> Any:
-    """Return a function that starts one pass over the validation data."""
-    # At most as many examples at once as a forward pass of training, so that they fit in memory.
+    """Return a function that returns an iterator over the batches of the validation data."""
+    # At most as many samples at once as in a forward pass of training, so that they fit in memory.
     micro_batch_size = resolve_micro_batch_size(recipe)
     batch_size = recipe.evaluation.batch_size or min(
         loader.batch_size, micro_batch_size * loader.data_size if micro_batch_size else loader.batch_size

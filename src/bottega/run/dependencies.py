@@ -21,8 +21,8 @@ from bottega.world import World, get_standalone_environment
 
 POLL_SECONDS, FIRST_NOTICE_SECONDS = 0.5, 5.0
 """Seconds between two checks of a dependency that another process trains, and until the first message about it."""
-STALL_TIMEOUT = 30 * 60.0
-"""Seconds without a newer file after which the other ranks give up."""
+STALL_SECONDS = 30 * 60.0
+"""Seconds without a new or changed file after which the other ranks give up."""
 GRACE_SECONDS = 10.0
 """Seconds that a stopped dependency has to save, before it is signalled again."""
 
@@ -58,27 +58,27 @@ def _get_work_folder(run: Path) -> RunDirectory:
 
 
 def wait_for_dependency(run: Path, is_ready: Callable[[], bool], *, name: str, quiet: bool) -> None:
-    """Wait until rank 0 has trained a dependency; raise PeerLost if nothing is written for STALL_TIMEOUT seconds.
+    """Wait until rank 0 has trained a dependency; raise PeerLost if nothing is written for STALL_SECONDS.
 
     If rank 0 fails, the launcher ends all ranks; if it hangs, only this timeout notices.
     """
     if not quiet:
         print_notice(f"bottega: rank {World.from_environment().rank} waits for rank 0 to train needs.{name}: {run}")
-    newest, unchanged_since = 0.0, time.monotonic()
+    last_modified, unchanged_since = 0.0, time.monotonic()
     while not is_ready():
         modified = _find_last_modified(run)
-        if modified != newest:
-            newest, unchanged_since = modified, time.monotonic()
-        elif time.monotonic() - unchanged_since > STALL_TIMEOUT:
+        if modified != last_modified:
+            last_modified, unchanged_since = modified, time.monotonic()
+        elif time.monotonic() - unchanged_since > STALL_SECONDS:
             raise PeerLost(
-                f"needs.{name}: nothing was written to {run} for {STALL_TIMEOUT / 60:.0f} minutes; check rank 0, and run the "
+                f"needs.{name}: nothing was written to {run} for {STALL_SECONDS / 60:.0f} minutes; check rank 0, and run the "
                 "same command again"
             )
         time.sleep(POLL_SECONDS)
 
 
 def _find_last_modified(run: Path) -> float:
-    """Return when a dependency, or one of its own dependencies, last wrote a file."""
+    """Return the time, in seconds since 1970, at which a dependency or one of its own dependencies last wrote a file."""
     times = [0.0]
     for path in [*run.glob("*"), *dependencies.get_dependencies_folder(run.parent).rglob("metrics.jsonl")]:
         try:

@@ -44,6 +44,7 @@ class RunExporter:
     injected: InjectedTask | None
     """The task with LoRA or adapter layers, if the run has any."""
     base_hash: str | None
+    """The hash of the frozen base model under those layers."""
 
     def export(self, folder: Path | None) -> Path:
         """Export to `folder`, or to `final` of the run; return the folder.
@@ -128,7 +129,7 @@ class RunExporter:
 
 
 def check_export(folder: Path) -> None:
-    """Read back what was written, so that an unreadable export never replaces a readable one."""
+    """Read the files of an export back, so that an unreadable export never replaces a readable one."""
     for path in sorted(folder.rglob("*")):
         if path.suffix == ".safetensors":
             check_tensors(path)

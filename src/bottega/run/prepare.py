@@ -77,7 +77,7 @@ def _load_data_recipe(sources: list[Any], overrides: Any) -> Recipe:
 
 
 def prepare_command(words: list[str], *, out: Path | None, to: list[tuple[str, str]]) -> dict[str, Any]:
-    """Run `bottega prepare`; return the result that --json prints."""
+    """Run `bottega prepare`; return the result that --json prints. `to` lists (format, folder) of each requested export."""
     from bottega.callbacks.progress_bars import progress_bars
 
     for format_name, _ in to:
@@ -118,8 +118,8 @@ def summarise_prepared(prepared: PreparedData) -> dict[str, Any]:
 
 
 def sort_train_first(tables: dict[str, Any]) -> dict[str, Any]:
-    """Return the tables with the training tables first; held-out tables are prepared first."""
-    return dict(sorted(tables.items(), key=lambda pair: (not pair[0].startswith("train"), pair[0] == "replay")))
+    """Return the tables with the training tables first and replay last; they are prepared in another order."""
+    return dict(sorted(tables.items(), key=lambda item: (not item[0].startswith("train"), item[0] == "replay")))
 
 
 def format_counts(counts: dict[str, int]) -> list[str]:
@@ -143,8 +143,8 @@ def format_report(result: dict[str, Any]) -> str:
     lines += format_rules(result)
     lines.append(f"{'shards':<12}{result['folder']}")
     if result["exported"]:
-        more = len(result["exported"]) - 1
-        lines.append(f"{'exported':<12}{result['exported'][0]}" + (f" and {more} more" if more else ""))
+        num_more = len(result["exported"]) - 1
+        lines.append(f"{'exported':<12}{result['exported'][0]}" + (f" and {num_more} more" if num_more else ""))
     lines.append(f"{'time':<12}{result['seconds']:.1f} s")
     return "\n".join(lines)
 

@@ -37,7 +37,10 @@ LENGTH_KEYS = ("training.max_steps", "training.num_epochs")
 def find_checkpoint(
     run: RunDirectory, resume_from: Path | None, report: Callable[[str], None]
 ) -> tuple[Path, checkpoint.Manifest] | None:
-    """Return the verified checkpoint to load, if any. The checkpoint `resume_from` is never silently replaced."""
+    """Return the folder and manifest of the verified checkpoint to load, if any.
+
+    The checkpoint `resume_from` is never silently replaced.
+    """
     own_checkpoints = checkpoint.list_checkpoints(run.checkpoints)
     if resume_from is not None and own_checkpoints and run.path.resolve() not in resume_from.resolve().parents:
         # The same command again, perhaps by a scheduler: the run has continued since it was started from there.
@@ -123,8 +126,8 @@ def _shorten_sections(value: Any) -> Any:
 
 def _get_value(recipe: Recipe, key: str) -> Any:
     value: Any = recipe
-    for part in key.split("."):
-        value = getattr(value, part)
+    for name in key.split("."):
+        value = getattr(value, name)
     return value
 
 

@@ -86,13 +86,13 @@ class SavedRun:
             raise DataError(f"{error}, or give other data") from None
 
     def evaluate_data(self, data: EvaluationData) -> tuple[dict[str, float], Rows, Source]:
-        """Return the metrics over some data, the rows per example, and the examples."""
+        """Return the metrics over `data`, the rows of results per sample, and the source of the samples."""
         try:
             source = data.open_source(self.workload)
         except DataMissing as error:
             raise DataError(f"{error}, or evaluate other data with --data") from None
-        size = self.recipe.evaluation.batch_size or self.recipe.training.batch_size
-        means, rows = evaluate_with_rows(self.engine, iter_eval_batches(source, size))
+        batch_size = self.recipe.evaluation.batch_size or self.recipe.training.batch_size
+        means, rows = evaluate_with_rows(self.engine, iter_eval_batches(source, batch_size))
         return self.workload.summarise({**means, **(self.task.score(rows) if rows else {})}), rows, source
 
     def predict(
@@ -104,9 +104,9 @@ class SavedRun:
         standard_input: TextIO | None = None,
     ) -> list[dict[str, Any]]:
         """Return a prediction with probabilities for each text, file or row of numbers; options as in `bottega.predict`."""
-        words = [inputs] if isinstance(inputs, str | Path) else inputs
+        items = [inputs] if isinstance(inputs, str | Path) else inputs
         with self.engine.sampling() as models:
-            samples = NewSamples(list(map(str, words)), str(data) if data is not None else None, standard_input)
+            samples = NewSamples(list(map(str, items)), str(data) if data is not None else None, standard_input)
             return self.workload.predict_samples(models, samples, part=part, device=self.engine.device)
 
     def generate(self, prompt: str | list[str] | None = None, **request: Any) -> Any:
@@ -142,7 +142,7 @@ def open_run(path: Path, *, checkpoint: str | int = "best", device: str = "auto"
     if path.is_file():
         raise CheckpointError(f"{path} is a file; give the run's directory (pickled checkpoints are never read)")
     directory = RunDirectory(path).must_exist()
-    folder, manifest, progress, state = _read_checkpoint(directory, str(checkpoint), needs_best=needs_best)
+    folder, manifest, progress, weights = _read_checkpoint(directory, str(checkpoint), needs_best=needs_best)
     recipe = load_saved_recipe(directory.recipe)
     if (plugin_note := plugins.describe_plugin_change(recipe, directory.path)) is not None:
         print_notice(f"bottega: {plugin_note}")
@@ -169,7 +169,7 @@ def open_run(path: Path, *, checkpoint: str | int = "best", device: str = "auto"
             f"{directory.path}: model.from {from_} is not the base model that this run was trained with "
             f"({str(expected_hash)[:12]}, now {str(base_hash)[:12]}); restore it"
         )
-    engine.load_weights(state, folder)
+    engine.load_weights(weights, folder)
     return SavedRun(directory, folder, recipe, workload, engine, progress, injected, base_hash)
 
 
@@ -184,7 +184,10 @@ def resolve_run_and_checkpoint(path: Path, checkpoint: str | int = "best") -> tu
 def _read_checkpoint(
     directory: RunDirectory, which: str, *, needs_best: bool
 ) -> tuple[Path, checkpoints.Manifest, dict[str, Any], dict[str, dict[str, Any]]]:
-    """Read a verified checkpoint with its weights by file; try again if it was deleted while being read."""
+    """Return the folder, manifest, progress and weights (file -> name -> tensor) of a verified checkpoint.
+
+    `which` is best, last or a step number. Another attempt follows if the checkpoint was deleted while it was read.
+    """
     for attempts_left in reversed(range(NUM_ATTEMPTS)):
         folder = choose_checkpoint(directory, which, needs_best=needs_best)
         try:
@@ -193,10 +196,10 @@ def _read_checkpoint(
             if not folder.is_dir() and attempts_left:
                 continue
             if which == "best" and not needs_best:
-                return _read_newest_valid(directory, folder, error)
+                return _read_newest_valid(directory, error)
             other_steps = [
-                str(m.step)
-                for path, m in reversed(checkpoints.list_checkpoints(directory.checkpoints))
+                str(other.step)
+                for path, other in reversed(checkpoints.list_checkpoints(directory.checkpoints))
                 if path != folder
             ]
             remedy = (
@@ -205,7 +208,7 @@ def _read_checkpoint(
                 else "there is no other checkpoint; train the run again"
             )
             raise CheckpointError(f"{directory.path}: {error}; {remedy}") from None
-    raise AssertionError("the last try returns or raises")
+    raise AssertionError("the last attempt returns or raises")
 
 
 def _read_checkpoint_folder(
@@ -219,9 +222,9 @@ def _read_checkpoint_folder(
 
 
 def _read_newest_valid(
-    directory: RunDirectory, damaged: Path, problem: Exception
+    directory: RunDirectory, problem: Exception
 ) -> tuple[Path, checkpoints.Manifest, dict[str, Any], dict[str, dict[str, Any]]]:
-    """Read the newest valid checkpoint, because the best one cannot be used."""
+    """Read the newest valid checkpoint, because `problem` prevents the use of the best one, and print a warning."""
     newest_valid = checkpoints.find_newest_valid(directory.checkpoints, lambda text: None)
     if newest_valid is None:
         raise CheckpointError(f"{directory.path}: {problem}; there is no other checkpoint; train the run again")
@@ -250,12 +253,16 @@ def choose_checkpoint(directory: RunDirectory, which: str, *, needs_best: bool =
         raise UsageError(f"--checkpoint {which}: expected best, last or a step number")
     path = folder / checkpoints.step_folder_name(int(which))
     if not path.is_dir():
-        steps = ", ".join(str(m.step) for _, m in reversed(checkpoints.list_checkpoints(folder)))
+        steps = ", ".join(str(manifest.step) for _, manifest in reversed(checkpoints.list_checkpoints(folder)))
         raise UsageError(f"{directory.path} has no checkpoint at step {which}; it has {steps or 'none'}")
     return path
 
 
 def _choose_best(directory: RunDirectory, newest: Path, *, needs_best: bool) -> Path:
+    """Return the best checkpoint, or `newest` if nothing was evaluated.
+
+    If the best one no longer exists, warn and return another, or raise `CheckpointError` with `needs_best`.
+    """
     best, step = checkpoints.find_best(directory.checkpoints)
     if not step or (best is not None and checkpoints.read_manifest(best).step == step):
         return best or newest

@@ -94,7 +94,7 @@ class Session:
         """Prepare the data, build the engine, and train from the newest checkpoint or from the start."""
         recipe, directory, console = self.recipe, self.directory, self.console
         is_main = World.from_environment().is_main  # the others might read before --fresh has renamed the old run
-        changes = resume.check_recipe_unchanged(directory, recipe) if is_main else []
+        change_notes = resume.check_recipe_unchanged(directory, recipe) if is_main else []
         self._resolved_recipe = dependencies.resolve_references(recipe)
         # With --fresh there is nothing to resume, even if this rank looks before rank 0 has renamed the old run.
         has_begun = not self.fresh and resume.has_begun(directory)
@@ -115,7 +115,7 @@ class Session:
             raise_all(find_data_problems(recipe, plan))
             engine = build_engine(recipe, plan.task)
             plan = plan.complete(engine)
-            return self._train(recipe, workload, plan, engine, changes)
+            return self._train(recipe, workload, plan, engine, change_notes)
         except RuntimeError as error:
             lost_rank = open_backend(recipe.engine).describe_lost_rank(error)
             if lost_rank is not None:
@@ -125,7 +125,9 @@ class Session:
             if engine is not None:
                 engine.close()
 
-    def _train(self, recipe: Recipe, workload: Workload, plan: TrainingPlan, engine: Engine, changes: list[str]) -> Run:
+    def _train(
+        self, recipe: Recipe, workload: Workload, plan: TrainingPlan, engine: Engine, change_notes: list[str]
+    ) -> Run:
         """Train. In `recipe` the learning rate is a number, even if the saved recipe has `learning_rate: auto`."""
         directory, console = self.directory, self.console
         validation = plan.validation
@@ -142,19 +144,19 @@ class Session:
         )
         resumed_from, progress = self._load_checkpoint(engine, loader, total=total, fingerprint=fingerprint)
         rate = recipe.training.learning_rate
-        data = f"{workload.data.fingerprint} {workload.data.derived_fingerprint}"
-        if not engine.all_ranks_equal(f"{progress.step} {rate} {data} {sorted(plan.frozen.items())}"):
+        data_hashes = f"{workload.data.fingerprint} {workload.data.derived_fingerprint}"
+        if not engine.all_ranks_equal(f"{progress.step} {rate} {data_hashes} {sorted(plan.frozen.items())}"):
             raise CheckpointError(
                 f"rank {engine.rank} would resume at step {progress.step}, but another rank at another step, or with "
                 f"other data or dependencies; {directory.path}, the data and the dependencies must be the same files "
                 "for all ranks"
             )
-        for change in changes:
-            console.info(change)
+        for note in change_notes:
+            console.info(note)
         if engine.rank == 0:
             self._write_metadata(workload, engine, progress)
-        adjusted = list_adjusted_settings(recipe, plan) if progress.step < total else []
-        for note in (*plan.notes, *adjusted):
+        adjustment_notes = list_adjusted_settings(recipe, plan) if progress.step < total else []
+        for note in (*plan.notes, *adjustment_notes):
             console.info(note)
         if plan.on_train_start is not None:
             plan.on_train_start(engine, loader, resumed=resumed_from is not None)
@@ -169,9 +171,9 @@ class Session:
         if engine.rank == 0 and engine.device_type == "cpu":
             callbacks.append(SlowRunWarning(recipe, console.warn))
 
-        def announce(p: Progress, folder: Path) -> None:
+        def announce(saved_progress: Progress, folder: Path) -> None:
             for callback in callbacks:
-                callback.after_save(p, folder)
+                callback.after_save(saved_progress, folder)
 
         saver = Saver(
             directory.checkpoints,
@@ -193,8 +195,8 @@ class Session:
             validation=make_validation_batches(recipe, validation, loader) if validation is not None else None,
             score=plan.task.score,
             summarise=lambda metrics: plan.summarise(workload.summarise(metrics)),
-            sample=lambda p: self._generate_samples(workload, engine, p),
-            has_sample=lambda p: self._get_sample_folder(p).is_dir(),
+            sample=lambda current: self._generate_samples(workload, engine, current),
+            has_sample=lambda current: self._get_sample_folder(current).is_dir(),
             saver=saver,
             callbacks=callbacks,
             recover=self._build_recovery(engine, loader, saver),
@@ -207,13 +209,13 @@ class Session:
             return Run(directory.path, progress.step, last_metrics.metrics or _read_last_metrics(directory))
         if plan.on_train_end is not None and engine.rank == 0:
             plan.on_train_end(directory, console)
-        self._report_end(progress, time.monotonic() - start, is_held_out=validation is not None)
+        self._report_end(progress, time.monotonic() - start, has_validation=validation is not None)
         return Run(directory.path, progress.step, last_metrics.metrics or _read_last_metrics(directory))
 
     def _load_checkpoint(
         self, engine: Engine, loader: Loader, *, total: int, fingerprint: Mapping[str, Any]
     ) -> tuple[Path | None, Progress]:
-        """Load the checkpoint to resume, if any; return it and the progress to start from."""
+        """Load the checkpoint to resume, if any; return its path and the progress to start from."""
         if engine.rank == 0:
             checkpoint.remove_partial_checkpoints(self.directory.checkpoints)
         engine.any_rank(False)  # a barrier: no rank reads checkpoints before leftovers are removed
@@ -310,7 +312,7 @@ class Session:
             warn=self.console.warn,
         )
 
-    def _report_end(self, progress: Progress, seconds: float, *, is_held_out: bool) -> None:
+    def _report_end(self, progress: Progress, seconds: float, *, has_validation: bool) -> None:
         """Print a sample, the result, and the commands to try next."""
         console, path = self.console, self.directory.path
         if progress.stop:
@@ -328,10 +330,12 @@ class Session:
         divergence = diagnose_losses(read_metrics(self.directory.metrics), self.recipe) if is_main else None
         if divergence is not None:
             console.warn(divergence)
-        verbs = [f"generate {path}{example}"] if (example := self.workload.sampler.example_flags()) is not None else []
-        verbs += [f"evaluate {path}{'' if is_held_out else ' --data PATH'}", f"export {path}"]
-        for number, verb in enumerate(verbs):
-            console.info(f"{'next:' if not number else '':<7}bottega {verb}{plugins.quote_plugin_flags()}")
+        commands = (
+            [f"generate {path}{example}"] if (example := self.workload.sampler.example_flags()) is not None else []
+        )
+        commands += [f"evaluate {path}{'' if has_validation else ' --data PATH'}", f"export {path}"]
+        for number, command in enumerate(commands):
+            console.info(f"{'next:' if not number else '':<7}bottega {command}{plugins.quote_plugin_flags()}")
 
 
 class _LastMetrics(Callback):
@@ -367,5 +371,5 @@ def _show_samples(console: Console, folder: Path) -> None:
 
 def _read_last_metrics(directory: RunDirectory) -> dict[str, float]:
     rows = read_metrics(directory.metrics)
-    row = next((r for r in reversed(rows) if r.get("kind") == "eval"), rows[-1] if rows else {})
-    return {k: v for k, v in row.items() if isinstance(v, float)}
+    last_row = next((row for row in reversed(rows) if row.get("kind") == "eval"), rows[-1] if rows else {})
+    return {name: value for name, value in last_row.items() if isinstance(value, float)}

@@ -137,7 +137,7 @@ def _train_rank(
         set_aside(directory.path)
     with lock_directory(directory):
         if dependencies:
-            _check_start(recipe, directory, resume_from, allow=allow_data_change, quiet=quiet)
+            _check_resumable(recipe, directory, resume_from, allow_data_change=allow_data_change, quiet=quiet)
         session = start_session()
         for note in (*resolved.notes, *list_unused_settings(recipe)):
             session.console.info(note)
@@ -167,8 +167,8 @@ def lock_directory(directory: RunDirectory, *, has_log: bool = True) -> Iterator
             raise
 
 
-def _check_start(
-    recipe: Recipe, directory: RunDirectory, resume_from: Path | None, *, allow: bool, quiet: bool
+def _check_resumable(
+    recipe: Recipe, directory: RunDirectory, resume_from: Path | None, *, allow_data_change: bool, quiet: bool
 ) -> None:
     """Raise if the run cannot be resumed, before its dependencies are trained; the session checks again."""
     resume.check_recipe_unchanged(directory, recipe)
@@ -178,7 +178,7 @@ def _check_start(
         manifest = checkpoint.read_manifest(resume.resolve_checkpoint_path(resume_from))
     if manifest is not None and data_fingerprint is not None:
         fingerprint = {**manifest.fingerprint, "data": data_fingerprint}
-        resume.check_data_unchanged(manifest, fingerprint, allow=allow, report=lambda text: None)
+        resume.check_data_unchanged(manifest, fingerprint, allow=allow_data_change, report=lambda text: None)
 
 
 def ensure_dependency(
@@ -204,29 +204,31 @@ def ensure_dependency(
     if resolved_data != dependency.data:  # the name stays that of the original recipe
         dependency = dependency.model_copy(update={"data": resolved_data, "name": run.name})
     is_main = World.from_environment().is_main
-    data = (
+    data_fingerprint = (
         None
         if need.own_data or allow_data_change
         else _compute_data_fingerprint(dependency, quiet=quiet or not is_main)
     )
-    if _is_ready(run, data):
+    if _is_ready(run, data_fingerprint):
         return run
     if not is_main:
         # Prepare the data before the wait, because that may take longer than the timeout of the wait.
         _compute_data_fingerprint(dependency, quiet=True)
-        wait_for_dependency(run, lambda: _is_ready(run, data), name=name, quiet=quiet)
+        wait_for_dependency(run, lambda: _is_ready(run, data_fingerprint), name=name, quiet=quiet)
         return run
     with lock_dependency(run, quiet=quiet):
-        if not _is_ready(run, data):  # another process may have trained it meanwhile
-            _train_dependency(dependency, run, data, name=name, quiet=quiet, allow_data_change=allow_data_change)
+        if not _is_ready(run, data_fingerprint):  # another process may have trained it meanwhile
+            _train_dependency(
+                dependency, run, data_fingerprint, name=name, quiet=quiet, allow_data_change=allow_data_change
+            )
     return run
 
 
 def _train_dependency(
-    recipe: Recipe, run: Path, data: str | None, *, name: str, quiet: bool, allow_data_change: bool
+    recipe: Recipe, run: Path, data_fingerprint: str | None, *, name: str, quiet: bool, allow_data_change: bool
 ) -> None:
     is_started = (run / "final").exists() or bool(checkpoint.list_checkpoints(run / "checkpoints"))
-    if data is not None and is_started and _read_data_fingerprint(run) != data:
+    if data_fingerprint is not None and is_started and _read_data_fingerprint(run) != data_fingerprint:
         set_aside(run, reason=f"needs.{name} was trained on other data and is trained again; ")
     if not quiet:
         print_notice(f"bottega: training needs.{name} first: {run}")
@@ -260,9 +262,9 @@ def _fit_batch_size(recipe: Recipe, run: Path, *, name: str, quiet: bool) -> Rec
     return recipe.model_copy(update={"training": training, "name": run.name})
 
 
-def _is_ready(run: Path, data: str | None) -> bool:
-    """Return whether a dependency is exported and, unless `data` is None, was trained on this data."""
-    return is_exported(run) and (data is None or _read_data_fingerprint(run) == data)
+def _is_ready(run: Path, data_fingerprint: str | None) -> bool:
+    """Return whether a dependency is exported and was trained on the data with this fingerprint; None is any data."""
+    return is_exported(run) and (data_fingerprint is None or _read_data_fingerprint(run) == data_fingerprint)
 
 
 def is_exported(run: Path) -> bool:
@@ -271,6 +273,7 @@ def is_exported(run: Path) -> bool:
 
 
 def _read_data_fingerprint(run: Path) -> str | None:
+    """Return the fingerprint of the data that a run was trained on; None if it has no checkpoint."""
     fingerprints = [
         manifest.fingerprint.get("data") for _, manifest in checkpoint.list_checkpoints(run / "checkpoints")
     ]
@@ -299,7 +302,10 @@ def prepare_data(recipe: Recipe, *, quiet: bool) -> PreparedData | None:
 
 
 def set_aside(path: Path, *, reason: str = "", subject: str = "run is") -> None:
-    """Rename a run directory to the next free name, so that --fresh deletes nothing."""
+    """Rename a run directory to the next free name, so that --fresh deletes nothing.
+
+    The notice is `reason`, then "the old `subject` renamed to" the new path.
+    """
     RunDirectory(path).check_is_run()
     with Lock(RunDirectory(path)):
         new_path = rename_aside(path)

@@ -26,12 +26,12 @@ RATE = 8000
 AUDIO = np.random.default_rng(0).standard_normal(4000).astype(np.float32) * np.float32(0.2)
 NUM_DRAWS = 400
 AUGMENTATIONS: dict[str, Callable[[RandomKey], np.ndarray]] = {
-    "noise": lambda draw: add_noise(AUDIO, 0.3, random_key=draw),
-    "gain": lambda draw: change_gain(AUDIO, 6, random_key=draw),
-    "time": lambda draw: mask_time(AUDIO, 0.4, random_key=draw),
-    "band": lambda draw: mask_frequency_band(AUDIO, 0.4, rate=RATE, random_key=draw),
-    "spectrogram": lambda draw: mask_spectrogram(
-        AUDIO.reshape(80, 50), max_time_fraction=0.4, max_frequency_fraction=0.4, random_key=draw
+    "noise": lambda key: add_noise(AUDIO, 0.3, random_key=key),
+    "gain": lambda key: change_gain(AUDIO, 6, random_key=key),
+    "time": lambda key: mask_time(AUDIO, 0.4, random_key=key),
+    "band": lambda key: mask_frequency_band(AUDIO, 0.4, rate=RATE, random_key=key),
+    "spectrogram": lambda key: mask_spectrogram(
+        AUDIO.reshape(80, 50), max_time_fraction=0.4, max_frequency_fraction=0.4, random_key=key
     ),
 }
 
@@ -42,8 +42,8 @@ def test_augmentation_is_a_function_of_seed_epoch_and_index(name: str) -> None:
     first = augment((1, 2, 3))
     assert first.dtype == np.float32
     np.testing.assert_array_equal(first, augment((1, 2, 3)))
-    for draw in ((0, 2, 3), (1, 0, 3), (1, 2, 0)):
-        assert not np.array_equal(first, augment(draw))
+    for key in ((0, 2, 3), (1, 0, 3), (1, 2, 0)):
+        assert not np.array_equal(first, augment(key))
     np.testing.assert_array_equal(AUDIO, before)
 
 

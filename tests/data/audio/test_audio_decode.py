@@ -25,6 +25,7 @@ av = pytest.importorskip("av")
 RATE = 22050
 DATA = os.environ.get("BOTTEGA_DATA")
 needs_data = pytest.mark.skipif(DATA is None, reason="BOTTEGA_DATA is not set")
+# Name -> format and subtype of soundfile.
 FORMATS = {
     "wav": ("WAV", "PCM_16"),
     "wav float": ("WAV", "FLOAT"),
@@ -38,6 +39,7 @@ FORMATS = {
     "ogg": ("OGG", "VORBIS"),
     "mp3": ("MP3", "MPEG_LAYER_III"),
 }
+# Name -> container, codec and muxer options of PyAV.
 TRACKS = {
     "m4a": ("ipod", "aac", {}),
     "mp4 in fragments": ("mp4", "aac", {"movflags": "frag_keyframe+empty_moov"}),
@@ -61,16 +63,16 @@ def encode_audio(name: str, samples: np.ndarray, rate: int = RATE) -> bytes:
         file = io.BytesIO()
         soundfile.write(file, samples, rate, format=FORMATS[name][0], subtype=FORMATS[name][1])
         return file.getvalue()
-    form, encoder, options = TRACKS[name]
+    container, encoder, options = TRACKS[name]
     file = io.BytesIO()
-    with av.open(file, "w", format=form, options=options) as out:
+    with av.open(file, "w", format=container, options=options) as out:
         stream = out.add_stream(encoder, rate=rate)
         stream.layout = "mono"
         frame = av.AudioFrame.from_ndarray(samples[None], format="fltp", layout="mono")
         frame.sample_rate, frame.pts = rate, 0
         convert = av.AudioResampler(format=stream.codec_context.format.name, layout="mono", rate=rate)
-        for part in (*convert.resample(frame), *convert.resample(None)):
-            out.mux(stream.encode(part))
+        for resampled in (*convert.resample(frame), *convert.resample(None)):
+            out.mux(stream.encode(resampled))
         out.mux(stream.encode(None))
     return file.getvalue()
 
@@ -151,7 +153,7 @@ def test_audio_of_a_video_is_its_first_track() -> None:
         decode_audio(Path(DATA, "video-clips", "bikes.mp4"))
 
 
-def encode_wav_stating(count: int) -> bytes:
+def encode_wav_stating_bytes(count: int) -> bytes:
     data = bytearray(encode_wav(build_voice(), RATE))
     offset = data.index(b"data") + 4
     data[offset : offset + 4] = struct.pack("<I", count)
@@ -164,21 +166,21 @@ def encode_wav_stating(count: int) -> bytes:
 )
 def test_wav_header_with_a_false_length_is_refused(count: int, message: str) -> None:
     with pytest.raises(Unreadable, match=message):
-        decode_audio(encode_wav_stating(count))
+        decode_audio(encode_wav_stating_bytes(count))
 
 
 def test_wav_of_unknown_length_is_read_to_its_end() -> None:
-    samples, _ = decode_audio(encode_wav_stating(0xFFFFFFFF))
+    samples, _ = decode_audio(encode_wav_stating_bytes(0xFFFFFFFF))
     np.testing.assert_allclose(samples[:, 0], build_voice(), atol=2**-15)
 
 
 def test_wav_may_end_with_chunks_or_padding() -> None:
     data = encode_wav(build_voice(), RATE)
-    for rest in (b"\0" * 4000, b"TAG" + b"\1" * 125, b"LIST" + struct.pack("<I", 300) + b"\1" * 300):
-        assert len(decode_audio(data + rest)[0]) == len(build_voice())
+    for trailing_data in (b"\0" * 4000, b"TAG" + b"\1" * 125, b"LIST" + struct.pack("<I", 300) + b"\1" * 300):
+        assert len(decode_audio(data + trailing_data)[0]) == len(build_voice())
 
 
-def encode_flac_stating(count: int) -> bytes:
+def encode_flac_stating_samples(count: int) -> bytes:
     data = bytearray(encode_flac(build_voice(), RATE))
     data[21] = data[21] & 0xF0 | count >> 32
     data[22:26] = (count & 0xFFFFFFFF).to_bytes(4, "big")
@@ -189,7 +191,7 @@ def encode_flac_stating(count: int) -> bytes:
     ("count", "message"), [(10**9, "too long: 1,000,000,000"), (2**36 - 1, "too long"), (200_000_000, "truncated")]
 )
 def test_stated_length_is_not_allocated(count: int, message: str) -> None:
-    data = encode_flac_stating(count)
+    data = encode_flac_stating_samples(count)
     tracemalloc.start()
     try:
         with pytest.raises(Unreadable, match=message):
@@ -200,7 +202,7 @@ def test_stated_length_is_not_allocated(count: int, message: str) -> None:
 
 
 def test_flac_of_unknown_length_is_read() -> None:
-    np.testing.assert_allclose(decode_audio(encode_flac_stating(0))[0][:, 0], build_voice(), atol=2**-15)
+    np.testing.assert_allclose(decode_audio(encode_flac_stating_samples(0))[0][:, 0], build_voice(), atol=2**-15)
 
 
 def test_the_limit_counts_the_samples_of_all_channels() -> None:

@@ -35,8 +35,8 @@ def build_tone(seconds: float, rate: int = RATE, hertz: float = 440) -> np.ndarr
 
 
 def encode_row(fields: dict[str, Any], key: str = "a", **options: Any) -> dict[str, Any]:
-    (only,) = AudioEncoder(**{"sample_rate": RATE, **options}).rows(Record(key, f"/data/{key}", fields))
-    return only
+    (row,) = AudioEncoder(**{"sample_rate": RATE, **options}).rows(Record(key, f"/data/{key}", fields))
+    return row
 
 
 def write_table(folder: Path, clips: list[np.ndarray], labels: list[str] | None = None) -> Table:
@@ -53,7 +53,7 @@ def test_audio_is_read_from_every_common_field_layout(tmp_path: Path) -> None:
     tone, wav = build_tone(0.1), encode_wav(build_tone(0.1), RATE)
     file = tmp_path / "a.flac"
     file.write_bytes(encode_flac(tone, RATE))
-    forms: list[dict[str, Any]] = [
+    layouts: list[dict[str, Any]] = [
         {"audio": wav},
         {"wav": wav, "txt": b"hello", "cls": b"3"},
         {"flac": file.read_bytes(), "json": {"audio": "a.flac"}},
@@ -69,7 +69,7 @@ def test_audio_is_read_from_every_common_field_layout(tmp_path: Path) -> None:
         {"audio": np.stack([tone, tone]), "sample_rate": RATE},
         {"audio": np.stack([tone * 2, tone * 0], axis=1), "sample_rate": RATE},
     ]
-    for fields in forms:
+    for fields in layouts:
         row = encode_row(fields)
         np.testing.assert_allclose(row["audio"], tone, atol=2**-15, err_msg=str(list(fields)))
         assert row["audio"].dtype == np.float32
@@ -101,7 +101,7 @@ def test_record_without_valid_audio_is_refused_with_the_reason() -> None:
             encode_row(fields, **options)
 
 
-def test_labels_and_captions_come_from_fields_and_never_from_a_name() -> None:
+def test_labels_and_captions_come_from_fields_and_never_from_a_file_name() -> None:
     wav = encode_wav(build_tone(0.1), RATE)
     row = encode_row({"audio": wav}, key="7_jackson_32.wav")
     assert (row["key"], row["label"], row["caption"]) == ("7_jackson_32.wav", "", "")

@@ -70,7 +70,7 @@ def test_more_mel_bands_than_frequencies_are_refused() -> None:
         MelSpectrogram(sample_rate=16000, fft_size=256, hop_size=64, num_mels=256)
 
 
-def test_settings_that_lose_audio_are_refused() -> None:
+def test_too_large_hops_and_bands_above_half_the_sample_rate_are_refused() -> None:
     with pytest.raises(UsageError, match="hop_size=600 is more than half of fft_size=1024"):
         MelSpectrogram(sample_rate=16000, hop_size=600)
     with pytest.raises(UsageError, match="do not fit a sample_rate of 16000"):

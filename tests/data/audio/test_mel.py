@@ -54,7 +54,7 @@ def test_scale_is_fitted_to_the_data(processor: MelProcessor) -> None:
 
 
 def test_frames_are_padded_with_silence_to_a_multiple(processor: MelProcessor) -> None:
-    """1 + ceil(4000 / 64) = 64 frames; one more sample needs 65 frames, padded to 72."""
+    """1 + ceil(4000 / 64) = 64 frames; 33 more samples need 65 frames, padded to 72."""
     assert processor.frames == 64
     longer = fit_mel_processor(
         ArraySource({"audio": build_tone(0, LENGTH + 1)[None]}), MEL, num_samples=LENGTH + 33, multiple=8

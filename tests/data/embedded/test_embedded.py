@@ -22,7 +22,7 @@ from bottega.tasks.generation import config as media
 from bottega.tasks.recipes import check_recipe
 from bottega.tasks.routing.config import RoutingData
 
-SORTED = ("down", "left", "right", "up")
+SORTED_DIRECTIONS = ("down", "left", "right", "up")
 EMBEDDED = Source(kind="embedded")
 TENTH = HeldOut(split=0.1)
 
@@ -96,7 +96,12 @@ def test_fingerprint_does_not_depend_on_the_cache_path(
     [
         ("image", (8, 8, 1), (1618, 179), list("0123456789")),
         ("audio", (8064,), (1755, 195), sorted(tones.NOTES)),
-        ("video", (5, 12, 12, 1), (3600, 400), [f"digit={n} direction={d}" for n in range(10) for d in SORTED]),
+        (
+            "video",
+            (5, 12, 12, 1),
+            (3600, 400),
+            [f"digit={n} direction={d}" for n in range(10) for d in SORTED_DIRECTIONS],
+        ),
     ],
 )
 def test_recipe_reads_embedded_data_with_classes(
@@ -167,8 +172,8 @@ def test_default_split_applies_to_embedded_data_only() -> None:
     assert build_dependency_recipe(check_recipe(["video", own_data]).recipe, "judge").data.split is None
 
 
-@pytest.mark.parametrize("part", ["sources", "validation", "test", "replay"])
-def test_every_source_of_a_recipe_may_be_embedded(part: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", ["sources", "validation", "test", "replay"])
+def test_every_source_of_a_recipe_may_be_embedded(key: str, tmp_path: Path) -> None:
     np.savez(
         tmp_path / "own.npz", image=np.arange(40 * 64).reshape(40, 8, 8).astype(np.uint8), label=np.arange(40) % 10
     )
@@ -179,8 +184,8 @@ def test_every_source_of_a_recipe_may_be_embedded(part: str, tmp_path: Path) -> 
         "test": {"train": own, "test": HeldOut(kind="embedded")},
         "replay": {"train": own, "replay": Replay(kind="embedded")},
     }
-    prepared = prepare_data("image", tmp_path / "cache", **options[part])
-    table = {"sources": "train.1"}.get(part, part)
+    prepared = prepare_data("image", tmp_path / "cache", **options[key])
+    table = {"sources": "train.1"}.get(key, key)
     assert len(prepared.table(table)) == 1797
     assert prepared.table(table).row("key", 5) == "digits:5"
 

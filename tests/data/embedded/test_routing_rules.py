@@ -32,14 +32,14 @@ from bottega.tasks.recipes import load_recipe
 from bottega.tasks.routing.config import RoutingRecipe
 from operations import count_operations
 
-KINDS = [
+OPTIONS = [
     RuleOptions(),
     RuleOptions(difficulty="hard"),
     RuleOptions(separation=2.5, label_noise=0.2, num_inputs=20),
     RuleOptions(num_rules=7, num_labels=3, num_inputs=40, separation=3.0, difficulty="hard", rule_seed=5),
     RuleOptions(num_rules=1, num_labels=2, num_inputs=12, separation=3.0, label_noise=0.0),
 ]
-ids = [f"{o.difficulty}-{o.num_rules}-{o.separation:g}" for o in KINDS]
+OPTION_IDS = [f"{options.difficulty}-{options.num_rules}-{options.separation:g}" for options in OPTIONS]
 
 
 def quiet(stage: str, done: int, total: int) -> None: ...
@@ -55,10 +55,10 @@ def prepare_rules(**data: Any) -> PreparedData:
     return prepare_vectors(build_recipe(**data).data, progress=quiet)
 
 
-# The rule
+# The rules
 
 
-@pytest.mark.parametrize("options", KINDS, ids=ids)
+@pytest.mark.parametrize("options", OPTIONS, ids=OPTION_IDS)
 def test_bayes_accuracy_matches_the_posterior(options: RuleOptions) -> None:
     """Within four standard errors of 200,000 samples, for the mean of the largest posterior and its calibration."""
     samples = draw_samples(options, 17, 200_000)
@@ -74,7 +74,7 @@ def test_bayes_accuracy_matches_the_posterior(options: RuleOptions) -> None:
             assert abs(is_right[selected].mean() - best[selected].mean()) < 4 * 0.5 / np.sqrt(selected.sum())
 
 
-@pytest.mark.parametrize("options", KINDS, ids=ids)
+@pytest.mark.parametrize("options", OPTIONS, ids=OPTION_IDS)
 def test_hiding_the_gate_or_the_content_lowers_accuracy(options: RuleOptions) -> None:
     """Without the gate inputs or the content inputs, the best prediction is worse than with all inputs."""
     samples = draw_samples(options, 0, 40_000)
@@ -90,7 +90,7 @@ def test_hiding_the_gate_or_the_content_lowers_accuracy(options: RuleOptions) ->
 
 def test_rules_are_distinct_and_give_different_labels() -> None:
     for options in (
-        *KINDS,
+        *OPTIONS,
         RuleOptions(num_rules=MAX_RULES, num_labels=2),
         RuleOptions(num_rules=MAX_RULES, num_inputs=200),
     ):
@@ -148,7 +148,7 @@ def test_a_sample_is_a_function_of_the_seed_and_its_index() -> None:
         assert not np.array_equal(draw_samples(other, 0, 10)["x"], samples["x"][:10])
         assert not np.array_equal(get_rule_family(other).labels, get_rule_family(options).labels)
         assert not np.array_equal(get_rule_family(other).gates, get_rule_family(options).gates)
-        # Rules of one family use the same content cells, so that features learned for one rule transfer to the next.
+        # Families of one seed use the same content cells, so that features learned for one family transfer to the next.
         assert np.array_equal(get_rule_family(other).cells, get_rule_family(options).cells) == (other.rule_seed == 0)
     # The last bits of a product differ between processors, and must not be in the data.
     assert (np.rint(samples["x"] * 1024) == samples["x"] * 1024).all()
@@ -205,21 +205,21 @@ SEQUENCE: dict[str, Any] = {
 }
 
 
-def test_sequence_of_rules_is_evaluated_per_rule() -> None:
+def test_sequence_of_rule_families_is_evaluated_per_family() -> None:
     prepared = prepare_rules(**SEQUENCE, mixture="sequence", validation={"split": 0.25}, test={"num_samples": 30})
     assert prepared.metadata["by_source"]["test"] == [30, 30]
     assert sum(prepared.metadata["by_source"]["validation"]) == 40
     x = prepared.table("test").values("x").reshape(-1, 16)
-    for rule, part in ((1, x[:30]), (2, x[30:])):
+    for rule, inputs in ((1, x[:30]), (2, x[30:])):
         expected = draw_samples(
             RuleOptions(num_inputs=16, rule=rule), 2 * SAMPLES_PER_SPLIT + (rule - 1) * (SAMPLES_PER_SPLIT >> 10), 30
         )["x"]
-        np.testing.assert_array_equal(part, expected)
+        np.testing.assert_array_equal(inputs, expected)
     order = Sequential((5, 3), seed=0)
     assert order.size == 8  # sources of the same form can be ordered sequentially
 
 
-def test_rule_family_yields_one_task_per_rule() -> None:
+def test_each_rule_family_is_one_task() -> None:
     recipe = build_recipe(**SEQUENCE, validation={"rules": [7, 8, 9], "num_samples": 40})
     prepared = prepare_vectors(recipe.data, progress=quiet)
     held_out = Interleaved(
@@ -249,7 +249,7 @@ def write_rows(path: Path, *lines: str) -> Path:
 
 
 @pytest.mark.parametrize("name", ["rule", "expert"])
-def test_rule_column_is_the_right_expert(tmp_path: Path, name: str) -> None:
+def test_rule_column_is_the_correct_expert(tmp_path: Path, name: str) -> None:
     file = write_rows(tmp_path / "rows.csv", f"a,b,{name},label", "1,2,0,x", "3,4,2,y", "5,6,1,x", "7,8,2,y")
     recipe = build_recipe(train={"path": str(file)}, validation=None)
     prepared = prepare_vectors(recipe.data, progress=quiet)
@@ -318,7 +318,7 @@ def test_suggested_minimum_of_inputs_is_accepted() -> None:
         for rules, labels in ((4, 4), (MAX_RULES, 2), (1, MAX_RULES)):
             with pytest.raises(ValueError, match="or more") as caught:
                 RoutingData(num_inputs=1, num_rules=rules, num_labels=labels, difficulty=difficulty)
-            least = int(str(caught.value).split("use ")[1].split()[0])
-            options = RuleOptions(num_inputs=least, num_rules=rules, num_labels=labels, difficulty=difficulty)
-            assert draw_samples(options, 0, 5)["x"].shape == (5, least)
+            min_inputs = int(str(caught.value).split("use ")[1].split()[0])
+            options = RuleOptions(num_inputs=min_inputs, num_rules=rules, num_labels=labels, difficulty=difficulty)
+            assert draw_samples(options, 0, 5)["x"].shape == (5, min_inputs)
             assert options.num_inputs - options.gate_inputs > 0

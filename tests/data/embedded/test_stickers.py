@@ -81,7 +81,7 @@ def test_training_pairs_cover_every_colour_and_pattern() -> None:
     for pairs in (VALIDATION_PAIRS, TEST_PAIRS):
         assert len({colour for colour, _ in pairs}) == 5, "a constant colour guess is right at most once in five"
         assert {pattern for _, pattern in pairs} == set(PATTERNS)
-    by_colour, by_pattern = (Counter(pair[part] for pair in TRAINING_PAIRS) for part in (0, 1))
+    by_colour, by_pattern = (Counter(pair[position] for pair in TRAINING_PAIRS) for position in (0, 1))
     assert min(by_colour[colour] for colour in COLOURS) >= 3
     assert min(by_pattern[pattern] for pattern in PATTERNS) >= 6
 
@@ -198,14 +198,16 @@ def test_every_user_is_in_one_table_and_likes_one_pair(people: dict[str, list[di
     for table, records in people.items():
         pairs = {(record["truth"]["colour"], record["truth"]["pattern"]) for record in records}
         assert pairs == liked[table]
-        each = {(record["user"], record["truth"]["colour"], record["truth"]["pattern"]) for record in records}
-        assert len(each) == len(users[table]), "a user always likes the same pair"
+        users_and_pairs = {
+            (record["user"], record["truth"]["colour"], record["truth"]["pattern"]) for record in records
+        }
+        assert len(users_and_pairs) == len(users[table]), "a user always likes the same pair"
 
 
-def test_five_of_six_history_items_have_the_favourite_and_none_the_wished_shape(
+def test_five_of_six_history_items_have_the_favourite_and_none_the_requested_shape(
     people: dict[str, list[dict[str, Any]]],
 ) -> None:
-    odd_in_both = Counter()
+    is_same_exception = Counter()
     for records in people.values():
         for record in records:
             truth, caption_words = record["truth"], [item["caption"].split() for item in record["history"]]
@@ -220,9 +222,9 @@ def test_five_of_six_history_items_have_the_favourite_and_none_the_wished_shape(
             assert record["target"]["caption"].startswith(
                 format_caption(truth["shape"], truth["colour"], truth["pattern"])
             )
-            odd_in_both[colours.index(False) == patterns.index(False)] += 1
-    assert 0.1 < odd_in_both[True] / odd_in_both.total() < 0.25, (
-        "colour and pattern are odd in the same item for one in six"
+            is_same_exception[colours.index(False) == patterns.index(False)] += 1
+    assert 0.1 < is_same_exception[True] / is_same_exception.total() < 0.25, (
+        "in one record of six, the same item is the exception in colour and in pattern"
     )
 
 
@@ -287,7 +289,7 @@ def add_noise(images: np.ndarray, *, sigma: float, rng: np.random.Generator) -> 
 
 
 @pytest.mark.parametrize(
-    ("change", "least"),
+    ("change", "min_accuracy"),
     [
         (lambda images, rng: images, 0.99),
         (lambda images, rng: blur_images(images, 0.7), 0.95),
@@ -295,18 +297,18 @@ def add_noise(images: np.ndarray, *, sigma: float, rng: np.random.Generator) -> 
         (lambda images, rng: add_noise(blur_images(images, 0.7), sigma=0.1, rng=rng), 0.95),
         (lambda images, rng: 0.85 * images + 0.15 * images[::-1], 0.95),
     ],
-    ids=["clean", "blurred", "noisy", "both", "two at once"],
+    ids=["clean", "blurred", "noisy", "blurred and noisy", "two at once"],
 )
 def test_recogniser_reads_the_drawn_attributes(
-    change: Any, least: float, drawn_stickers: tuple[list[Any], np.ndarray]
+    change: Any, min_accuracy: float, drawn_stickers: tuple[list[Any], np.ndarray]
 ) -> None:
     names, images = drawn_stickers
     recognised = recognise_stickers(to_pixels(change(images, rng=numpy_generator("change"))))
-    for part, attribute in enumerate(ATTRIBUTES):
+    for position, attribute in enumerate(ATTRIBUTES):
         accuracy = np.mean(
-            [predicted == expected[part] for predicted, expected in zip(recognised[attribute], names, strict=True)]
+            [predicted == expected[position] for predicted, expected in zip(recognised[attribute], names, strict=True)]
         )
-        assert accuracy >= least, attribute
+        assert accuracy >= min_accuracy, attribute
 
 
 def test_image_without_a_sticker_is_recognised_as_none(drawn_stickers: tuple[list[Any], np.ndarray]) -> None:

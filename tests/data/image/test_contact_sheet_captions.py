@@ -8,7 +8,8 @@ from PIL import ImageFont
 from bottega.data.image.caption import fit_captions, to_printable
 
 
-def text_width(text: str) -> float:
+def count_characters(text: str) -> float:
+    """Return the width of a text in a font whose characters are one pixel wide."""
     return float(len(text))
 
 
@@ -38,20 +39,20 @@ def test_default_font_draws_every_printable_character() -> None:
 
 
 def test_long_captions_wrap_between_words() -> None:
-    assert fit_captions(["digit=3 direction=left", "x"], 14, text_width) == [["digit=3", "direction=left"], ["x"]]
-    assert fit_captions(["short", ""], 14, text_width) == [["short"], [""]]
+    assert fit_captions(["digit=3 direction=left", "x"], 14, count_characters) == [["digit=3", "direction=left"], ["x"]]
+    assert fit_captions(["short", ""], 14, count_characters) == [["short"], [""]]
 
 
 def test_common_text_is_dropped_before_captions_are_cut() -> None:
     texts = [f"a small drawing of a {colour} square on the left" for colour in ("red", "dark green")]
-    assert fit_captions(texts, 12, text_width) == [["...red..."], ["...dark", "green..."]]
-    assert fit_captions(texts, 60, text_width) == [[text] for text in texts], "complete if there is space"
-    assert fit_captions(["the very same text"] * 2, 8, text_width) == [["the very", "same..."]] * 2
+    assert fit_captions(texts, 12, count_characters) == [["...red..."], ["...dark", "green..."]]
+    assert fit_captions(texts, 60, count_characters) == [[text] for text in texts], "complete if there is space"
+    assert fit_captions(["the very same text"] * 2, 8, count_characters) == [["the very", "same..."]] * 2
 
 
 def test_no_line_is_wider_than_its_image() -> None:
     texts = ["word" * 30, "a b " * 40, "all alike " * 9, "x"]
     for width in (5, 12, 31):
-        for lines in fit_captions(texts, width, text_width):
+        for lines in fit_captions(texts, width, count_characters):
             assert len(lines) <= 2
             assert max(map(len, lines)) <= width

@@ -79,11 +79,11 @@ def test_flip_mirrors_and_is_its_own_inverse() -> None:
 
 
 def test_crop_shows_the_selected_part() -> None:
-    right = np.broadcast_to((np.arange(100) * 2.55).astype(np.uint8)[:, None], (100, 100, 1))[None].copy()
-    apply_transform(right, IDENTITY._replace(crop_fraction=0.5, left=1.0))
-    assert right.shape == (1, 100, 100, 1)
+    ramp = np.broadcast_to((np.arange(100) * 2.55).astype(np.uint8)[:, None], (100, 100, 1))[None].copy()
+    apply_transform(ramp, IDENTITY._replace(crop_fraction=0.5, left=1.0))
+    assert ramp.shape == (1, 100, 100, 1)
     # The right half, stretched to the full width.
-    np.testing.assert_allclose(right[0, 50, [0, -1], 0] / 255, [0.5, 0.99], atol=0.02)
+    np.testing.assert_allclose(ramp[0, 50, [0, -1], 0] / 255, [0.5, 0.99], atol=0.02)
 
 
 @given(st.sampled_from(("brightness", "contrast", "saturation")), st.floats(0.0, 2.0), st.sampled_from((1, 3)))
@@ -93,8 +93,8 @@ def test_brightness_contrast_and_saturation_match_their_definitions(name: str, f
     apply_transform(after, IDENTITY._replace(**{name: factor}))
     values = before.astype(np.float64)
     grey = values @ [0.299, 0.587, 0.114] if channels == 3 else values[..., 0]
-    about = {"brightness": 0.0, "contrast": grey.mean(), "saturation": grey[..., None]}[name]
-    expected = values if name == "saturation" and channels == 1 else about + (values - about) * factor
+    centre = {"brightness": 0.0, "contrast": grey.mean(), "saturation": grey[..., None]}[name]
+    expected = values if name == "saturation" and channels == 1 else centre + (values - centre) * factor
     assert np.abs(after - np.clip(expected, 0, 255)).max() <= 0.51
 
 

@@ -48,8 +48,8 @@ def encode_row(encoder: ImageEncoder, **fields: Any) -> dict[str, Any]:
 
 def write_table(folder: Path, encoder: ImageEncoder, records: Iterable[Record]) -> Table:
     with ShardWriter(folder, encoder.columns) as writer:
-        for item in records:
-            for row in encoder.rows(item):
+        for record in records:
+            for row in encoder.rows(record):
                 writer.add(row)
     return Table(folder)
 

@@ -23,8 +23,8 @@ X = np.arange(60, dtype=np.float32).reshape(20, 3)
 
 
 def encode_row(fields: dict[str, Any], **options: Any) -> dict[str, Any]:
-    (only,) = VectorEncoder(**options).rows(Record("a:1", "/data/a, line 1", fields))
-    return only
+    (row,) = VectorEncoder(**options).rows(Record("a:1", "/data/a, line 1", fields))
+    return row
 
 
 def write_table(folder: Path, records: list[dict[str, Any]]) -> Table:
@@ -37,7 +37,7 @@ def write_table(folder: Path, records: list[dict[str, Any]]) -> Table:
 
 
 def test_vector_is_read_from_every_common_field_layout() -> None:
-    forms: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({"x": [1, 2, 3]}, {}),
         ({"features": np.array([[1.0], [2.0], [3.0]])}, {}),
         ({"mine": (1, 2, 3), "x": [9]}, {"field": "mine"}),
@@ -45,7 +45,7 @@ def test_vector_is_read_from_every_common_field_layout() -> None:
         ({"c": np.array([3]), "a": "1", "b": "2e0", "name": "tit", "label": "4"}, {}),
         ({"a": 1, "b": 2, "c": 3, "kind": 9}, {"label_field": "kind"}),
     ]
-    for fields, options in forms:
+    for fields, options in cases:
         row = encode_row(fields, **options)
         np.testing.assert_array_equal(row["x"], [1, 2, 3], err_msg=str(fields))
         assert row["x"].dtype == np.float32
@@ -100,15 +100,15 @@ def infer_from(*rows: dict[str, Any]) -> Layout | None:
 def test_input_columns_are_inferred_from_the_first_rows() -> None:
     good = {"b": "2", "a": "1", "city": "Rome", "label": "x", "Rule": "0"}
     assert infer_from(good, good) == Layout(("a", "b"), ("city",))
-    slip = {**good, "b": "abc"}
-    assert infer_from(slip, good, good) == Layout(("a", "b"), ("city",)), (
+    with_typo = {**good, "b": "abc"}
+    assert infer_from(with_typo, good, good) == Layout(("a", "b"), ("city",)), (
         "a single value that is not a number does not change the layout"
     )
     assert infer_from({"x": [1, 2], "label": 0}) is None
     assert infer_from() is None
 
 
-def test_row_with_other_columns_is_refused() -> None:
+def test_row_with_other_numeric_columns_is_refused() -> None:
     layout = Layout(("a", "b"), ("city",))
     np.testing.assert_array_equal(encode_row({"city": "", "b": "2", "a": "1", "label": 0}, layout=layout)["x"], [1, 2])
     np.testing.assert_array_equal(encode_row({"b": 2, "a": 1, "remark": "new"}, layout=layout)["x"], [1, 2])
@@ -161,7 +161,7 @@ def test_noise_and_masking_have_the_configured_strength(level: float, probabilit
 @given(st.lists(st.tuples(st.integers(0, 19), st.integers(0, 3)), min_size=1, max_size=12))
 def test_a_row_does_not_depend_on_its_batch(samples: list[tuple[int, int]]) -> None:
     source = VectorRows(X, augmentation=VectorAugmentation(noise_level=1.0, mask_probability=0.3), seed=7)
-    index, epoch = (np.array(part) for part in zip(*samples, strict=True))
+    index, epoch = (np.array(values) for values in zip(*samples, strict=True))
     rows = source.rows(index, epoch)["x"]
     for position in range(len(samples)):
         alone = source.rows(index[position : position + 1], epoch[position : position + 1])["x"][0]
@@ -175,9 +175,9 @@ def test_augmentation_is_a_function_of_seed_epoch_and_index() -> None:
     def noise(seed: int, epoch: int, index: int) -> np.ndarray:
         return augment_vectors(x, options, seed=seed, epoch=np.array([epoch]), index=np.array([index]))
 
-    drawn = [noise(0, 0, 0), noise(1, 0, 0), noise(0, 1, 0), noise(0, 0, 1)]
-    assert len({values.tobytes() for values in drawn}) == 4
-    np.testing.assert_array_equal(drawn[0], noise(0, 0, 0))
+    noises = [noise(0, 0, 0), noise(1, 0, 0), noise(0, 1, 0), noise(0, 0, 1)]
+    assert len({values.tobytes() for values in noises}) == 4
+    np.testing.assert_array_equal(noises[0], noise(0, 0, 0))
     np.testing.assert_array_equal(x, 0)
 
 

@@ -89,7 +89,7 @@ def mask_spectrogram(
 
 
 def choose_crop_start(length: int, num_samples: int, *, crop: CropPosition, random_key: RandomKey) -> int:
-    """Return the first sample of a crop of `num_samples` from a waveform of `length`; 0 if it is not longer."""
+    """Return the first sample of a crop of `num_samples` from a waveform of `length` samples; 0 if that is not longer."""
     excess = length - num_samples
     if excess <= 0 or crop == "start":
         return 0
@@ -99,6 +99,6 @@ def choose_crop_start(length: int, num_samples: int, *, crop: CropPosition, rand
 
 
 def _draw_span(rng: np.random.Generator, length: int, max_fraction: float) -> tuple[int, int]:
-    """Return start and width of a random span."""
+    """Return start and width of a random span of up to `max_fraction` of `length`."""
     width = int(rng.integers(0, int(max_fraction * length), endpoint=True))
     return int(rng.integers(0, length - width, endpoint=True)), width

@@ -30,8 +30,11 @@ class ChunkLayout(NamedTuple):
     """How a container is divided into chunks, which consist of a name, a length and content."""
 
     start: int
+    """Offset of the first chunk, in bytes."""
     header_format: str
+    """Name and length of a chunk, in the notation of `struct`."""
     audio_chunk: bytes
+    """Name of the chunk that holds the audio."""
     align: int
     """Chunks start at multiples of this."""
     length_includes_header: bool = False
@@ -47,8 +50,8 @@ CHUNK_LAYOUTS: dict[Container, ChunkLayout] = {
 }
 # Placeholder lengths of programs that write to a pipe: ffmpeg, sox, and the CAF standard.
 UNKNOWN_LENGTHS = frozenset((0xFFFFFFFF, 0x7FFFFFFF, 0x7FFFF000, -1))
-# Bit rates of MPEG layer III, of versions 2 and 2.5, then of version 1.
-MP3_KILOBITS = (
+# Bit rates of MPEG layer III: those of versions 2 and 2.5, then those of version 1.
+MP3_KILOBITS_PER_SECOND = (
     (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160),
     (32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320),
 )
@@ -62,8 +65,8 @@ def detect_container(file: BinaryIO) -> Container:
     file.seek(0)
     if head[4:8] == b"ftyp":
         return "mp4"
-    for kind, (first_bytes, at, marker) in MAGIC.items():
-        if head[:4] in first_bytes and head[at : at + len(marker)] == marker:
+    for kind, (first_bytes, offset, marker) in MAGIC.items():
+        if head[:4] in first_bytes and head[offset : offset + len(marker)] == marker:
             return kind
     return "mp3" if head[:3] == b"ID3" or _compute_frame_bytes(head[:4]) else "other"
 
@@ -88,7 +91,7 @@ def check_complete(file: BinaryIO, kind: Container) -> None:
 
 def mp3_states_length(file: BinaryIO) -> bool:
     """Return whether an mp3 states its length; if not, the number of samples that a decoder reports is an estimate."""
-    return _read_xing_bytes(file, _find_first_frame(file)) is not None
+    return _read_xing_byte_count(file, _find_first_frame(file)) is not None
 
 
 def _check_chunks(file: BinaryIO, size: int, layout: ChunkLayout) -> None:
@@ -121,7 +124,7 @@ def _check_chunks(file: BinaryIO, size: int, layout: ChunkLayout) -> None:
         at += -at % layout.align
     if not has_audio:
         raise Unreadable(f"contains no audio: there is no {layout.audio_chunk[:4].decode()!r} chunk")
-    _check_rest(file, at, size)
+    _check_trailing_data(file, at, size)
 
 
 def _check_au(file: BinaryIO, size: int) -> None:
@@ -131,7 +134,7 @@ def _check_au(file: BinaryIO, size: int) -> None:
         raise Unreadable(f"truncated: the header states {length:,} bytes, the file has {size - start:,}")
 
 
-def _check_rest(file: BinaryIO, at: int, size: int) -> None:
+def _check_trailing_data(file: BinaryIO, at: int, size: int) -> None:
     """Raise `Unreadable` for data after the end that the header states, except zeros and small tags."""
     file.seek(at)
     if size - at > 128 and file.read(4096).strip(b"\0"):
@@ -201,7 +204,7 @@ def _check_boxes(file: BinaryIO, size: int) -> None:
 def _check_frames(file: BinaryIO, size: int) -> None:
     """Mp3: compare with the byte count of the Xing header if there is one, else walk through the frames."""
     at = _find_first_frame(file)
-    stated_bytes = _read_xing_bytes(file, at)
+    stated_bytes = _read_xing_byte_count(file, at)
     if stated_bytes is not None:
         if at + stated_bytes > size:
             raise Unreadable(f"truncated: the header states {stated_bytes:,} bytes, the file has {size - at:,}")
@@ -226,7 +229,7 @@ def _find_first_frame(file: BinaryIO) -> int:
     return 10 + length + (10 if head[5] & 0x10 else 0)
 
 
-def _read_xing_bytes(file: BinaryIO, at: int) -> int | None:
+def _read_xing_byte_count(file: BinaryIO, at: int) -> int | None:
     """Return the byte count of all frames, which LAME and others store in a silent first frame; None if it is missing."""
     file.seek(at)
     frame = file.read(64)
@@ -248,6 +251,6 @@ def _compute_frame_bytes(head: bytes) -> int:
         return 0
     is_version_1 = version == 3
     hertz = MP3_SAMPLE_RATES[sample_rate_index] // (1 if is_version_1 else 2 if version == 2 else 4)
-    return (144 if is_version_1 else 72) * MP3_KILOBITS[is_version_1][bit_rate_index - 1] * 1000 // hertz + (
+    return (144 if is_version_1 else 72) * MP3_KILOBITS_PER_SECOND[is_version_1][bit_rate_index - 1] * 1000 // hertz + (
         head[2] >> 1 & 1
     )

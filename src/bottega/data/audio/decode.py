@@ -20,7 +20,7 @@ from bottega.data.audio.container import Container, check_complete, detect_conta
 from bottega.data.records.record import Unreadable
 
 LIMIT_SAMPLES = 1 << 28
-"""Maximum number of samples over all channels: 1 GiB in memory, 93 minutes of one channel at 48 kHz."""
+"""Limit on the number of samples over all channels: 1 GiB in memory, 93 minutes of one channel at 48 kHz."""
 VALID_SAMPLE_RATES = range(1000, 768_001)
 """Rates outside this range are treated as damage: one second at 1 Hz would be resampled to 48,000 times its size."""
 BLOCK_FRAMES = 1 << 20
@@ -276,7 +276,7 @@ def _decode_with_av(file: BinaryIO, limit: int) -> tuple[np.ndarray, int]:
             for frame in packet.decode():
                 # HE-AAC decodes to twice the rate that its container states.
                 rate = frame.sample_rate
-                blocks += [part.to_ndarray().T for part in resampler.resample(frame)]
+                blocks += [resampled.to_ndarray().T for resampled in resampler.resample(frame)]
                 num_decoded += frame.samples
                 _check_limits(rate, stream.channels, num_decoded, limit)
         samples = _concatenate(blocks, stream.channels)

@@ -1,4 +1,4 @@
-"""Encode a record as a row of audio: decode, mix to one channel, resample, and normalise the level."""
+"""Encode a record as a table row with its audio: decoded, mixed to one channel, resampled, with its level normalised."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from bottega.data.tables.shards import TEXT, Column
 ENCODED_AUDIO_FIELDS = ("wav", "flac", "mp3", "ogg", "opus", "m4a", "aac", "aiff", "webm", "mp4")
 AUDIO_FIELDS = ("audio", *ENCODED_AUDIO_FIELDS, "sound", "file", "video")
 SAMPLE_RATE_FIELDS = ("sample_rate", "sampling_rate", "samplerate", "rate", "sr")
+# The integer that stands for an amplitude of 1, by the type code of numpy.
 FULL_SCALE = {"u1": 128, "i2": 1 << 15, "i4": 1 << 31}
 
 
@@ -34,7 +35,7 @@ class Waveform(NamedTuple):
 @final
 @dataclass(frozen=True)
 class AudioEncoder(Encoder):
-    """Encode each record as one row.
+    """Encode each record as one row with the columns audio, key, label and caption.
 
     No label is guessed from a file name: 7_jackson_32.wav may be of class 7 or of class jackson.
     """
@@ -73,7 +74,7 @@ class AudioEncoder(Encoder):
         if isinstance(value, bytes | Path):
             samples, rate = decode.decode_audio(value, limit_samples=self.limit_samples)
             return Waveform(decode.to_mono(samples), rate)
-        return Waveform(_to_samples(value), _check_rate(rate))
+        return Waveform(_to_samples(value), _parse_sample_rate(rate))
 
     def _resample(self, waveform: Waveform) -> np.ndarray:
         length = compute_resampled_length(len(waveform.samples), rate=waveform.rate, to=self.sample_rate)
@@ -87,10 +88,10 @@ class AudioEncoder(Encoder):
 def read_sample_rate(record: Record, *, field: str | None = None) -> int:
     """Return the sample rate of a record without decoding it, for recipes that set none."""
     value, rate = _read_content(record, field)
-    return decode.read_audio_header(value).sample_rate if isinstance(value, bytes | Path) else _check_rate(rate)
+    return decode.read_audio_header(value).sample_rate if isinstance(value, bytes | Path) else _parse_sample_rate(rate)
 
 
-def _find_field(record: Record, field: str | None) -> str:
+def _find_audio_field(record: Record, field: str | None) -> str:
     """Return the name of the field that holds the audio."""
     if field is not None:
         if record.fields.get(field) is None:
@@ -100,14 +101,14 @@ def _find_field(record: Record, field: str | None) -> str:
         # Not text: rows often have a column `file` or `audio` with a file name beside the content.
         if record.fields.get(name) is not None and not isinstance(record.fields[name], str):
             return name
-    listed = ", ".join(record.fields) or "none"
-    raise Unreadable(f"no field contains audio ({listed}); set data.train.field to the one that does")
+    names = ", ".join(record.fields) or "none"
+    raise Unreadable(f"no field contains audio ({names}); set data.train.field to the one that does")
 
 
 def _read_content(record: Record, field: str | None) -> tuple[Any, Any]:
     """Return the encoded audio or its array, and the sample rate that the record states for an array."""
     fields: Mapping[str, Any] = record.fields
-    value = fields[_find_field(record, field)]
+    value = fields[_find_audio_field(record, field)]
     if isinstance(value, Mapping):
         # The audio column of a Hugging Face dataset. Its path is not followed: it could name any file of this machine.
         fields, value = value, value.get("bytes") if value.get("bytes") is not None else value.get("array")
@@ -140,7 +141,8 @@ def _to_samples(value: Any) -> np.ndarray:
     return array.astype(np.float32)
 
 
-def _check_rate(value: Any) -> int:
+def _parse_sample_rate(value: Any) -> int:
+    """Return the sample rate in hertz from a number or an array with one; raise `Unreadable` for other values."""
     values = np.asarray(value).reshape(-1)
     if values.dtype.kind not in "iuf" or len(values) != 1 or float(values[0]) not in decode.VALID_SAMPLE_RATES:
         raise Unreadable(
@@ -150,14 +152,14 @@ def _check_rate(value: Any) -> int:
 
 
 def compute_resampled_length(num_samples: int, *, rate: int, to: int) -> int:
-    """Return num_samples * to / rate, rounded half up."""
+    """Return num_samples * to / rate, rounded half up; both rates are in hertz."""
     return (2 * num_samples * to + rate) // (2 * rate)
 
 
 def resample_audio(audio: np.ndarray, *, rate: int, to: int) -> np.ndarray:
-    """Resample `(samples,)` or `(samples, channels)` from `rate` to `to`, as float32 of `compute_resampled_length` samples.
+    """Resample `(samples,)` or `(samples, channels)` from `rate` to `to` hertz, as float32 of `compute_resampled_length` samples.
 
-    Uses soxr's HQ: flat up to 0.92 of the lower Nyquist frequency, and 130 dB of attenuation above it (measured from 48 to
+    Uses the quality HQ of soxr: flat up to 0.92 of the lower Nyquist frequency, and 130 dB of attenuation above it (measured from 48 to
     16 kHz). Equal rates return the input itself.
     """
     audio = audio.astype(np.float32, copy=False)

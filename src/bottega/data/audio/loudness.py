@@ -94,7 +94,7 @@ def design_k_weighting_filters(rate: int) -> tuple[tuple[tuple[float, ...], tupl
     """Return the coefficients (b, a) of the high shelf and of the high pass at any sample rate.
 
     The standard prints coefficients for 48 kHz only. They are the bilinear transform of two analogue filters, which is
-    applied here at any rate: a shelf of 4 dB at 1,682 Hz and a high pass at 38 Hz. Rates too low for the shelf omit it.
+    applied here at any rate: a shelf of 4 dB at 1,682 Hz and a high pass at 38 Hz. At rates up to 4 kHz, too low for the shelf, there is only the high pass.
     """
     k, q, gain = np.tan(np.pi * 1681.974450955533 / rate), 0.7071752369554196, 10 ** (3.999843853973347 / 20)
     middle_gain = gain**0.4996667741545416

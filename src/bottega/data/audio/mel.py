@@ -52,7 +52,7 @@ class MelProcessor(BaseModel):
     mel: MelSpectrogram
     scale: MelScale
     frames: int = Field(gt=0)
-    """At least as many frames as `num_samples` need; the others are silence."""
+    """Number of frames, at least as many as `num_samples` need; further frames are silence."""
     num_samples: int = Field(gt=0)
 
     @property
@@ -122,19 +122,19 @@ def fit_mel_processor(source: Source, mel: MelSpectrogram, *, num_samples: int, 
 
 
 def measure_mel_scale(source: Source, processor: MelProcessor) -> MelScale:
-    """Return mean and standard deviation of up to 512 evenly spaced clips, as epoch 0 crops them."""
+    """Return mean and standard deviation of the log-mel values of up to 512 evenly spaced clips, as epoch 0 crops them."""
     num_clips = min(MAX_MEASURED_CLIPS, max(2, MAX_MEASURED_SAMPLES // processor.num_samples), len(source))
     clips_at_once = min(MAX_CLIPS_AT_ONCE, max(1, MAX_SAMPLES_AT_ONCE // processor.num_samples))
     index = np.unique(np.linspace(0, len(source) - 1, num_clips).astype(np.int64))
-    count, total, squares = 0, 0.0, 0.0
-    for first in range(0, len(index), clips_at_once):
-        clip_index = index[first : first + clips_at_once]
+    count, total, total_squares = 0, 0.0, 0.0
+    for start in range(0, len(index), clips_at_once):
+        clip_index = index[start : start + clips_at_once]
         values = processor.log_mel(source.rows(clip_index, np.zeros_like(clip_index))["audio"]).astype(np.float64)
         count += values.size
         total += float(values.sum())
-        squares += float((values**2).sum())
+        total_squares += float((values**2).sum())
     mean = total / count
-    deviation = max(squares / count - mean**2, 0.0) ** 0.5
+    deviation = max(total_squares / count - mean**2, 0.0) ** 0.5
     # Rounded, so that a CPU that sums in a different order gets the same values. Silence has a deviation of 0, hence the
     # minimum.
     return MelScale(mean=round(mean, 4), std=max(round(deviation, 4), 1e-3))
@@ -165,7 +165,7 @@ class MelRows(Source):
         is_new = ~self._is_cached[index]
         mel = np.empty((len(index), *self.processor.shape), np.float32)
         if not is_new.all():
-            assert self._mels is not None, "cached samples have an array"
+            assert self._mels is not None, "a sample is cached only in `_mels`"
             mel[~is_new] = self._mels[index[~is_new]]
         if is_new.any():
             mel[is_new] = self.processor.encode(audio[is_new])
@@ -173,6 +173,7 @@ class MelRows(Source):
         return {"mel": mel, **rows}
 
     def _cache(self, index: np.ndarray, mel: np.ndarray, is_selected: np.ndarray) -> None:
+        """Store the spectrograms of the selected samples of a batch."""
         if not is_selected.any():
             return
         if self._mels is None:

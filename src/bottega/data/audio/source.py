@@ -22,8 +22,9 @@ MAX_CLIP_BYTES = 1 << 30
 class AudioRows(Source):
     """Samples with `audio`, float32 `(batch, samples)`, and `sample_rate`, an int32 scalar.
 
-    Optional fields: `label`, int32 `(batch,)`; `condition` `(batch, d)` and `label` of `conditions`; `lengths`, int32
-    `(batch,)`, the samples of a row without its padding. The table was written by an AudioEncoder of this sample rate.
+    Optional fields: `label`, int32 `(batch,)`, from `labels` or `conditions`; `condition`, float32 `(batch, d)`, from
+    `conditions`; `lengths`, int32 `(batch,)`, the number of samples of a row without its padding. The table was written by
+    an AudioEncoder of this sample rate.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class AudioRows(Source):
         self.augmentation = augmentation if train and augmentation is not None and augmentation.enabled else None
         self.labels = None if labels is None else np.asarray(labels, dtype=np.int32)
         self.conditions, self.with_lengths = conditions, with_lengths
-        self.num_samples = self._find_longest() if seconds is None else max(1, round(seconds * sample_rate))
+        self.num_samples = self._find_longest_clip() if seconds is None else max(1, round(seconds * sample_rate))
 
     def __len__(self) -> int:
         return len(self.table)
@@ -63,8 +64,8 @@ class AudioRows(Source):
     def rows(self, index: np.ndarray, epoch: np.ndarray) -> dict[str, Any]:
         audio = np.zeros((len(index), self.num_samples), np.float32)
         lengths = np.zeros(len(index), np.int32)
-        for row, (number, epoch_number) in enumerate(zip(index.tolist(), epoch.tolist(), strict=True)):
-            clip = self._load_clip(number, epoch_number)
+        for row, (sample_index, sample_epoch) in enumerate(zip(index.tolist(), epoch.tolist(), strict=True)):
+            clip = self._load_clip(sample_index, sample_epoch)
             lengths[row] = len(clip)
             audio[row, : len(clip)] = clip
         rows = {"audio": audio, "sample_rate": np.array(self.sample_rate, np.int32)}
@@ -91,9 +92,9 @@ class AudioRows(Source):
         length, rate = len(self.table.row("audio", index)), self.sample_rate
         start = self._choose_crop_start(index, epoch)
         stop = min(length, start + self.num_samples)
-        part = f"used from {start / rate:.2f} to {stop / rate:.2f} s"
+        used_span = f"used from {start / rate:.2f} to {stop / rate:.2f} s"
         lines = [
-            f"clip {index} of {len(self)}: {self.table.row('key', index)}, {length / rate:.2f} s at {rate} Hz, {part}"
+            f"clip {index} of {len(self)}: {self.table.row('key', index)}, {length / rate:.2f} s at {rate} Hz, {used_span}"
         ]
         if self.conditions is not None:
             lines += self.conditions.describe(index)
@@ -102,19 +103,20 @@ class AudioRows(Source):
         caption = self.table.row("caption", index)
         return "\n".join((*lines, *([caption] if caption else [])))
 
-    def _load_clip(self, number: int, epoch: int) -> np.ndarray:
-        start = self._choose_crop_start(number, epoch)
-        clip = self.table.row("audio", number)[start : start + self.num_samples]
+    def _load_clip(self, index: int, epoch: int) -> np.ndarray:
+        start = self._choose_crop_start(index, epoch)
+        clip = self.table.row("audio", index)[start : start + self.num_samples]
         if self.augmentation is None:
             return clip
-        return augment_audio(clip, self.augmentation, rate=self.sample_rate, random_key=(self.seed, epoch, number))
+        return augment_audio(clip, self.augmentation, rate=self.sample_rate, random_key=(self.seed, epoch, index))
 
-    def _choose_crop_start(self, number: int, epoch: int) -> int:
+    def _choose_crop_start(self, index: int, epoch: int) -> int:
         ends = self.table.ends("audio")
-        length = int(ends[number]) - (int(ends[number - 1]) if number else 0)
-        return choose_crop_start(length, self.num_samples, crop=self.crop, random_key=(self.seed, epoch, number))
+        length = int(ends[index]) - (int(ends[index - 1]) if index else 0)
+        return choose_crop_start(length, self.num_samples, crop=self.crop, random_key=(self.seed, epoch, index))
 
-    def _find_longest(self) -> int:
+    def _find_longest_clip(self) -> int:
+        """Return the length in samples of the longest clip; raise `UsageError` if padding to it would take over 1 GiB per clip."""
         lengths = self.table.lengths("audio")
         longest = int(lengths.max())
         if longest * 4 > MAX_CLIP_BYTES:

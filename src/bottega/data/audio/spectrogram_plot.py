@@ -15,7 +15,7 @@ PANEL_WIDTH, PANEL_HEIGHT = 1000, 240
 """Columns and rows that are computed for a panel, about as many as it has pixels."""
 
 TitledWaveform = tuple[str, np.ndarray, int]
-"""Title, samples (n,), sample rate."""
+"""Title, samples (n,) or (n, channels), sample rate in hertz."""
 
 
 def plot_spectrogram(samples: np.ndarray, rate: int, path: Path, *, title: str | None = None) -> None:
@@ -44,7 +44,7 @@ def plot_spectrograms(waveforms: Sequence[TitledWaveform], path: Path) -> None:
 
 
 def compute_decibels(audio: np.ndarray, rate: int, width: int, height: int) -> np.ndarray:
-    """Return levels (height, width) in decibels: 0 at the loudest point, -RANGE_DECIBELS at least; the highest frequency first.
+    """Return levels (height, width) in decibels, from -RANGE_DECIBELS to 0 at the loudest point; the highest frequency first.
 
     A window is about 32 ms: shorter ones smear the harmonics of a voice, longer ones its consonants.
     """

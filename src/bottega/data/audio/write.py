@@ -47,8 +47,8 @@ def write_audio_files(
     """Write waveforms, `(clips, samples)` or of different lengths, and return the paths of the files.
 
     A `path` without a suffix is a folder and gets 00.wav, ... and spectrograms.png. Otherwise all clips are written one after
-    the other into the file `path`, and the spectrograms of the first 16 into a PNG of the same name. Without matplotlib
-    there is no PNG.
+    the other into the file `path`, and their spectrograms into a PNG of the same name. A PNG shows the first 16 clips;
+    without matplotlib there is none.
     """
     assert len(waveforms), "no waveforms"
     if is_folder(path):

@@ -27,13 +27,13 @@ STICKERS = ("stickers", "stickers-all")
 """Datasets selected by name, as {kind: embedded, path: stickers}; stickers-all includes the held-out pairs."""
 
 
-def resolve_embedded_sources(data: D, kind: SourceKind, path: Callable[[str | None], Path]) -> D:
-    """Replace embedded sources by files: `path` maps the name in the recipe to the path of the data."""
+def resolve_embedded_sources(data: D, kind: SourceKind, find_path: Callable[[str | None], Path]) -> D:
+    """Replace embedded sources by files of a `kind`: `find_path` maps the name in the recipe to the path of the data."""
 
     def resolve(source: Source | None) -> Source | None:
         if source is None or source.kind != "embedded":
             return source
-        return source.model_copy(update={"kind": kind, "path": str(path(source.path))})
+        return source.model_copy(update={"kind": kind, "path": str(find_path(source.path))})
 
     changes: dict[str, object] = {
         name: resolve(getattr(data, name)) for name in ("train", "validation", "test", "replay")

@@ -1,8 +1,8 @@
 """Synthetic samples with a known Bayes posterior: a gate identifies the rule, and the rule maps the content to the label.
 
-x (d) has a gate part and a content part, each a point plus Gaussian noise of standard deviation 1. The rule and the cell
-of the content are independent, and the label depends on both: a cell has different labels under different rules. So the
-posterior of the label is a sum over rules and cells.
+x (d) consists of gate inputs and content inputs, each a point plus Gaussian noise of standard deviation 1. The rule and
+the cell of the content are independent, and the label depends on both: a cell has different labels under different rules.
+So the posterior of the label is a sum over rules and cells.
 
 R rules   K cells   C labels   n samples   d inputs
 """
@@ -37,7 +37,7 @@ STEPS_PER_UNIT = 1 << 10
 """Inputs are multiples of 1 / STEPS_PER_UNIT, so that the last bits of a matrix product, which differ between processors,
 are not in the data or its fingerprint."""
 SAMPLES_PER_SPLIT = 1 << 40
-"""Range of sample numbers of one split, so that held-out samples have other numbers than training samples."""
+"""Distance between the first sample numbers of two splits, so that held-out samples differ from training samples."""
 NUM_BAYES_SAMPLES = 1 << 17
 """Samples over which the Bayes accuracy is averaged."""
 # Part of the cache key. Increase it when the same options would give different samples.
@@ -47,7 +47,7 @@ FORMAT = 4
 @final
 @dataclass(frozen=True)
 class RuleOptions:
-    """Options of a set of rules; validated by the schema of the recipe."""
+    """Options of one family of rules; validated by the schema of the recipe."""
 
     num_inputs: int = 100
     num_rules: int = 4
@@ -56,9 +56,9 @@ class RuleOptions:
     difficulty: Difficulty = "plain"
     separation: float = 6.0
     rule_seed: int = 0
-    """Seed of the family: the positions of the content cells."""
+    """Seed of all families; it determines the positions of the content cells, which they share."""
     rule: int = 0
-    """Which rules of the family (gates and labels), for continual learning and adaptation."""
+    """Index of the family, which determines its gates and labels; continual learning and adaptation use several."""
 
     @property
     def num_cells(self) -> int:
@@ -67,14 +67,14 @@ class RuleOptions:
     @property
     def gate_inputs(self) -> int:
         """Number of gate inputs: a quarter of all, unless the rules or the content need more."""
-        room = self.num_inputs - count_content_dimensions(self.num_labels, self.difficulty)
-        return max(self.num_rules, min(self.num_inputs // 4, room))
+        max_gate_inputs = self.num_inputs - count_content_dimensions(self.num_labels, self.difficulty)
+        return max(self.num_rules, min(self.num_inputs // 4, max_gate_inputs))
 
 
 @final
 @dataclass(frozen=True)
 class RuleFamily:
-    """Positions of gates and cells, and the label that each rule gives each cell."""
+    """One family of rules: positions of gates and cells, and the label that each rule gives each cell."""
 
     options: RuleOptions
 
@@ -91,16 +91,16 @@ class RuleFamily:
         """Cell points (K, content inputs)."""
         o = self.options
         inputs = o.num_inputs - o.gate_inputs
-        frame = _draw_orthonormal_rows(
+        basis = _draw_orthonormal_rows(
             count_content_dimensions(o.num_labels, o.difficulty), inputs, o.rule_seed, "cells"
         )
         if o.difficulty == "plain":
-            return frame * (o.separation / np.sqrt(2))
+            return basis * (o.separation / np.sqrt(2))
         side = compute_grid_side(o.num_labels)
         grid_points = np.stack(np.meshgrid(*[np.arange(side)] * GRID_DIMENSIONS, indexing="ij"), axis=-1).reshape(
             -1, GRID_DIMENSIONS
         )
-        return (grid_points - (side - 1) / 2) * o.separation @ frame
+        return (grid_points - (side - 1) / 2) * o.separation @ basis
 
     @cached_property
     def labels(self) -> np.ndarray:
@@ -116,15 +116,15 @@ class RuleFamily:
             drawn = rng.permuted(np.tile(np.arange(C)[:, None], (1, o.num_cells)), axis=0)
             # Only one in 6,000 random rules of 64 labels and 128 cells uses all labels; with a Latin square every rule does.
             drawn[:, latin_cells] = (rng.permutation(C)[:, None] + rng.permutation(C)) % C
-            new = drawn[: o.num_rules - len(rows)]
-            if not any((row == old).all() for row in new for old in rows):
-                rows += list(new)
+            new_rows = drawn[: o.num_rules - len(rows)]
+            if not any((new_row == row).all() for new_row in new_rows for row in rows):
+                rows += list(new_rows)
         return np.stack(rows)
 
 
 @cache
 def get_rule_family(options: RuleOptions) -> RuleFamily:
-    """Return the cached family of some options."""
+    """Return the family of rules that `options` define; families are cached."""
     return RuleFamily(options)
 
 
@@ -136,14 +136,14 @@ def _draw_orthonormal_rows(num_rows: int, num_columns: int, *seed: object) -> np
 
 
 def draw_samples(options: RuleOptions, first: int, count: int) -> dict[str, np.ndarray]:
-    """Return samples `first` to `first + count`, each a function of its number: x float32 (n, d), label and rule int32 (n)."""
-    parts: dict[str, list[np.ndarray]] = {"x": [], "label": [], "rule": []}
+    """Return `count` samples from number `first`, each a function of its number: x float32 (n, d), label and rule int32 (n)."""
+    blocks: dict[str, list[np.ndarray]] = {"x": [], "label": [], "rule": []}
     for block in range(first // SAMPLES_PER_BLOCK, -(-(first + count) // SAMPLES_PER_BLOCK)):
         start = block * SAMPLES_PER_BLOCK
         selected = slice(max(0, first - start), min(SAMPLES_PER_BLOCK, first + count - start))
         for name, values in _draw_block(options, block).items():
-            parts[name].append(values[selected])
-    return {name: np.concatenate(values) for name, values in parts.items()}
+            blocks[name].append(values[selected])
+    return {name: np.concatenate(values) for name, values in blocks.items()}
 
 
 def _draw_block(options: RuleOptions, block: int) -> dict[str, np.ndarray]:
@@ -215,26 +215,26 @@ def build_rule_options(data: RoutingData, *, rule: int | None) -> RuleOptions:
 
 
 def materialise_training(data: RoutingData, source: RoutingSource, *, number: int) -> Path:
-    """Write the training samples of a source of the recipe; sources differ by `number`, even with the same rule."""
+    """Write the training samples of source `number` of the recipe; those of two sources differ, even with the same rule."""
     options = build_rule_options(data, rule=source.rule)
     return materialise_rules(
         options, first=number * (SAMPLES_PER_SPLIT >> 10), count=source.num_samples or data.num_samples
     )
 
 
-def materialise_held_out(data: RoutingData, part: RoutingHeldOut, *, table: str) -> Iterator[Path]:
-    """Yield folders of held-out samples of the rules in `part.rules`, or of all training rules."""
+def materialise_held_out(data: RoutingData, held_out: RoutingHeldOut, *, table: str) -> Iterator[Path]:
+    """Yield a folder of held-out samples for each of `held_out.rules`, or for each training source."""
     training_rules = [source.rule for source in data.sources or (data.train,) if source.kind == "synthetic"]
     first_of_split = {"validation": 1, "test": 2}[table] * SAMPLES_PER_SPLIT
-    for number, rule in enumerate(part.rules or training_rules):
+    for number, rule in enumerate(held_out.rules or training_rules):
         first = first_of_split + number * (SAMPLES_PER_SPLIT >> 10)
         yield materialise_rules(
-            build_rule_options(data, rule=rule), first=first, count=part.num_samples or data.num_samples
+            build_rule_options(data, rule=rule), first=first, count=held_out.num_samples or data.num_samples
         )
 
 
 def materialise_rules(options: RuleOptions, *, first: int, count: int) -> Path:
-    """Write samples to the cache and return their folder of .npy files, one per field."""
+    """Write `count` samples from number `first` to the cache; return their folder of .npy files, one per field."""
     key = hashlib.sha256(repr((FORMAT, options, first, count)).encode()).hexdigest()[:16]
     name = f"rule-{options.rule_seed}-{options.rule}"
 

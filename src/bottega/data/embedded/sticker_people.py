@@ -129,9 +129,9 @@ def sample_liked_pairs(
 
 def _build_item(sticker: Sticker, rng: np.random.Generator) -> dict[str, str]:
     shape, colour, pattern, background = sticker
-    number = f"{CATALOGUE_INDEX[sticker] * NUM_COPIES + int(rng.integers(NUM_COPIES)):04d}"
+    item_id = f"{CATALOGUE_INDEX[sticker] * NUM_COPIES + int(rng.integers(NUM_COPIES)):04d}"
     caption = format_caption(shape, colour, pattern, background)
-    return {"id": number, "caption": caption, "image": f"pictures/{number}.png"}
+    return {"id": item_id, "caption": caption, "image": f"pictures/{item_id}.png"}
 
 
 def _choose(options: Any, rng: np.random.Generator) -> Any:

@@ -62,7 +62,7 @@ def match_drawings(images: np.ndarray) -> DrawingMatch:
     explained_variance = np.empty(len(images))
     for start in range(0, len(images), IMAGES_AT_ONCE):
         chunk = images[start : start + IMAGES_AT_ONCE].reshape(-1, SIDE * SIDE, 3).astype(np.float32) / 255
-        names, error = _find_nearest(chunk)
+        names, error = _find_nearest_drawings(chunk)
         variance = np.square(chunk - chunk.mean(axis=1, keepdims=True)).sum(axis=(1, 2))
         explained_variance[start : start + IMAGES_AT_ONCE] = 1 - error / np.maximum(variance, 1e-6)
         best_names += names
@@ -74,26 +74,27 @@ def match_drawings(images: np.ndarray) -> DrawingMatch:
     return DrawingMatch(shape, colour, pattern, background, explained_variance)
 
 
-def _find_nearest(images: np.ndarray) -> tuple[list[tuple[str, str, str, str]], np.ndarray]:
-    """Return the attributes of the nearest drawing of images, float32 (N, P, 3), and its squared error (N)."""
+def _find_nearest_drawings(images: np.ndarray) -> tuple[list[tuple[str, str, str, str]], np.ndarray]:
+    """Return the attributes of the drawing nearest to each image, float32 (N, P, 3), and its squared error (N,)."""
     drawings = _build_drawings()
     # One matrix product for all images: a product for each image takes six times as long.
     channels = np.ascontiguousarray(images.transpose(0, 2, 1)).reshape(-1, SIDE * SIDE)
-    error = (-2 * drawings.steps) @ (channels @ drawings.masks).reshape(len(images), 6, -1)
-    error += drawings.own
+    error = (-2 * drawings.colour_differences) @ (channels @ drawings.masks).reshape(len(images), 6, -1)
+    error += drawings.constant_error
     # The error of the background alone, which all drawings on it have in common.
     error += np.square(images[:, None] - drawings.backgrounds[:, None]).sum(axis=(2, 3))[:, :, None]
-    flat = error.reshape(len(images), -1)
-    nearest = flat.argmin(axis=1)
+    flat_error = error.reshape(len(images), -1)
+    nearest = flat_error.argmin(axis=1)
     names = []
     for number in nearest.tolist():
         pair, geometry = divmod(number, error.shape[2])
         (shape, pattern), (colour, background) = drawings.geometries[geometry], PALETTE[pair]
         names.append((shape, colour, pattern, background))
-    return names, flat[np.arange(len(images)), nearest]
+    return names, flat_error[np.arange(len(images)), nearest]
 
 
 PALETTE = tuple(product(COLOURS, BACKGROUNDS))
+"""Pairs of colour and background, C."""
 
 
 @dataclass(frozen=True)
@@ -101,13 +102,14 @@ class Drawings:
     """All drawings, each background + painted x (colour - background) + inked x (ink - background)."""
 
     geometries: list[tuple[str, str]]
+    """Shape and pattern of each drawing without colour, G."""
     masks: np.ndarray
     """Painted and inked fractions of the pixels, (P, 2G)."""
-    steps: np.ndarray
+    colour_differences: np.ndarray
     """Differences of colour and ink from the background, by channel, (C, 6)."""
     backgrounds: np.ndarray
     """(C, 3)"""
-    own: np.ndarray
+    constant_error: np.ndarray
     """Part of the squared error that does not depend on the image, (C, G)."""
 
 
@@ -123,9 +125,12 @@ def _build_drawings() -> Drawings:
     rgb = {name: np.array(value, np.float32) / 255 for name, value in {**RGB, "ink": INK}.items()}
     backgrounds = np.stack([rgb[background] for _, background in PALETTE])
     # [C, channel, painted or inked]
-    steps = np.stack([np.stack((rgb[colour], rgb["ink"]), axis=1) for colour, _ in PALETTE]) - backgrounds[:, :, None]
+    painted_colours = np.stack([np.stack((rgb[colour], rgb["ink"]), axis=1) for colour, _ in PALETTE])
+    differences = painted_colours - backgrounds[:, :, None]
     products = np.einsum("xgp,ygp->xyg", coverages, coverages)
-    own = np.einsum("ckx,cky,xyg->cg", steps, steps, products)
-    own += 2 * np.einsum("ck,ckx,xg->cg", backgrounds, steps, coverages.sum(axis=2))
+    constant_error = np.einsum("ckx,cky,xyg->cg", differences, differences, products)
+    constant_error += 2 * np.einsum("ck,ckx,xg->cg", backgrounds, differences, coverages.sum(axis=2))
     masks = np.ascontiguousarray(coverages.reshape(-1, SIDE * SIDE).T)
-    return Drawings(geometries, masks, steps.reshape(len(PALETTE), 6), backgrounds, own.astype(np.float32))
+    return Drawings(
+        geometries, masks, differences.reshape(len(PALETTE), 6), backgrounds, constant_error.astype(np.float32)
+    )

@@ -1,6 +1,6 @@
 """Synthetic texts that teach a small model to summarise liked stickers and to name the object of a request.
 
-The formats are those of the prompts of the recipe `personalize`; the histories differ from those of its users.
+The texts have the format of the prompts in the recipe `personalize`; their histories differ from those of its users.
 """
 
 from __future__ import annotations

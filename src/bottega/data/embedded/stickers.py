@@ -22,6 +22,7 @@ POINTS_PER_SIDE = 4
 # An autoencoder with one latent per 4 x 4 pixels loses details below three pixels; stripes, dots and frames are larger.
 RADIUS_RANGE = (10.5, 13.0)
 MAX_SHIFT = 2.0
+"""Largest distance of a shape from the centre of the image, in pixels along each axis."""
 
 SHAPES = ("circle", "square", "triangle", "star", "heart", "cross", "diamond", "moon")
 COLOURS = ("red", "orange", "yellow", "green", "cyan", "blue", "purple", "pink")
@@ -45,6 +46,7 @@ RGB = {
 INK = (40, 40, 48)
 
 Pair = tuple[str, str]
+"""Colour, pattern."""
 PAIRS: tuple[Pair, ...] = tuple(product(COLOURS, PATTERNS))
 VALIDATION_PAIRS: tuple[Pair, ...] = (
     ("red", "striped"),
@@ -79,14 +81,14 @@ def build_fields(pairs: tuple[Pair, ...] = TRAINING_PAIRS) -> dict[str, np.ndarr
         images[number] = draw_sticker(shape, colour, pattern, background, rng=rng)
         forms = list_caption_forms(shape, colour, pattern, background)
         captions.append(forms[int(rng.integers(len(forms)))])
-    names = {
+    text_fields = {
         "caption": captions,
         "shape": [shape for shape, _, _, _ in stickers],
         "colour": [pair[0] for _, pair, _, _ in stickers],
         "pattern": [pair[1] for _, pair, _, _ in stickers],
         "background": [background for _, _, background, _ in stickers],
     }
-    return {"image": images, **{name: np.array(values) for name, values in names.items()}}
+    return {"image": images, **{name: np.array(values) for name, values in text_fields.items()}}
 
 
 def format_caption(

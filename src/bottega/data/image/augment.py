@@ -1,6 +1,7 @@
 """Image augmentation and normalisation.
 
-An augmentation is a function of (seed, epoch, index), whatever the batch. All frames of a video get the same one.
+An augmentation is a function of (seed, epoch, index) and does not depend on the batch. All frames of a video get the same
+one.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def augment_images(
 
 
 def apply_transform(pixels: np.ndarray, transform: ImageTransform) -> None:
-    """Transform frames, uint8 `(frames, height, width, channels)`, in place and all alike."""
+    """Transform frames, uint8 `(frames, height, width, channels)`, in place, each frame in the same way."""
     height, width = pixels.shape[1:3]
     if transform.crop_fraction:
         crop_height, crop_width = (
@@ -87,8 +88,8 @@ def _jitter_colours(pixels: np.ndarray, transform: ImageTransform) -> np.ndarray
     mean = float(weights @ sums) / (len(pixels) * height * width)
     gain, offset = transform.brightness * transform.contrast, (1 - transform.contrast) * transform.brightness * mean
     if channels == 1:
-        table = np.clip(np.rint(np.arange(256) * gain + offset), 0, 255).astype(np.uint8)
-        return table[pixels]
+        lookup_table = np.clip(np.rint(np.arange(256) * gain + offset), 0, 255).astype(np.uint8)
+        return lookup_table[pixels]
     grey_weights = [gain * (1 - transform.saturation) * weight for weight in LUMA_WEIGHTS.tolist()]
     diagonal = gain * transform.saturation
     red = (grey_weights[0] + diagonal, grey_weights[1], grey_weights[2], offset)

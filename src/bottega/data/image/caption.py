@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import takewhile
 
 Measure = Callable[[str], float]
+"""Returns the width of a text in pixels."""
 MAX_LINES = 2
 # Pillow's default font has ASCII and these characters, and draws a box for any other.
 FONT_SYMBOLS = frozenset("©«»°±·‹›⁄")
@@ -27,7 +28,7 @@ def to_printable(text: str) -> str:
 
 
 def fit_captions(texts: Sequence[str], width: float, measure: Measure) -> list[list[str]]:
-    """Wrap each caption to at most two lines of `width`, as measured by `measure`.
+    """Wrap each caption to at most two lines of `width` pixels, as measured by `measure`.
 
     If a caption would be truncated, the words that all captions begin or end with are dropped, because they do not help to
     tell captions apart.
@@ -37,16 +38,16 @@ def fit_captions(texts: Sequence[str], width: float, measure: Measure) -> list[l
         captions = _drop_common_words(captions)
     fitted = []
     for text in captions:
-        lines, rest = _wrap(text, width, measure)
-        fitted.append([*lines[:-1], _truncate(f"{lines[-1]} {rest}", width, measure)] if rest else lines)
+        lines, remainder = _wrap(text, width, measure)
+        fitted.append([*lines[:-1], _truncate(f"{lines[-1]} {remainder}", width, measure)] if remainder else lines)
     return fitted
 
 
 def _wrap(text: str, width: float, measure: Measure) -> tuple[list[str], str]:
-    """Return the lines of a text, broken between words if possible, and the rest that does not fit."""
+    """Return the lines of a text, broken between words if possible, and the remainder that does not fit."""
     lines: list[str] = []
     while text and len(lines) < MAX_LINES:
-        end = _count_fitting(text, width, measure)
+        end = _count_fitting_characters(text, width, measure)
         if end < len(text) and text[end] != " ":
             end = max(text.rfind(" ", 0, end), 0) or end
         lines.append(text[:end])
@@ -54,7 +55,7 @@ def _wrap(text: str, width: float, measure: Measure) -> tuple[list[str], str]:
     return lines or [""], text
 
 
-def _count_fitting(text: str, width: float, measure: Measure) -> int:
+def _count_fitting_characters(text: str, width: float, measure: Measure) -> int:
     """Return how many characters fit on a line, at least 1."""
     num_characters = min(len(text), int(width))  # no character is narrower than a pixel
     while num_characters > 1 and measure(text[:num_characters]) > width:
@@ -63,7 +64,7 @@ def _count_fitting(text: str, width: float, measure: Measure) -> int:
 
 
 def _truncate(text: str, width: float, measure: Measure) -> str:
-    end = _count_fitting(text, width - measure("..."), measure)
+    end = _count_fitting_characters(text, width - measure("..."), measure)
     return f"{text[:end].rstrip()}..."
 
 
@@ -73,10 +74,10 @@ def _drop_common_words(texts: list[str]) -> list[str]:
         return texts
     # Keep at least one word of the shortest caption.
     max_dropped = min(map(len, captions)) - 1
-    num_first = min(_count_common_words(captions), max_dropped)
-    num_last = min(_count_common_words([caption[::-1] for caption in captions]), max_dropped - num_first)
-    prefix, suffix = "..." if num_first else "", "..." if num_last else ""
-    return [prefix + " ".join(caption[num_first : len(caption) - num_last]) + suffix for caption in captions]
+    num_leading = min(_count_common_words(captions), max_dropped)
+    num_trailing = min(_count_common_words([caption[::-1] for caption in captions]), max_dropped - num_leading)
+    prefix, suffix = "..." if num_leading else "", "..." if num_trailing else ""
+    return [prefix + " ".join(caption[num_leading : len(caption) - num_trailing]) + suffix for caption in captions]
 
 
 def _count_common_words(captions: list[list[str]]) -> int:

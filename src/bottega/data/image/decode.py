@@ -1,7 +1,7 @@
 """Decode image files to pixels: known formats only, size limits checked before decoding, truncated files refused.
 
 Pillow warns about images above 89.5 million pixels and refuses images above 179 million. The limit here is lower, so the
-warning and the error are both reported as a too large image. Pillow's other warnings, such as invalid EXIF, are ignored.
+warning and the error are both reported as an image that is too large. Pillow's other warnings, such as invalid EXIF, are ignored.
 """
 
 from __future__ import annotations
@@ -95,6 +95,7 @@ def _decode_file(data: Encoded, channels: int | None) -> np.ndarray:
 
 
 def _read_header(data: Encoded) -> tuple[tuple[int, int, int], str]:
+    """Return the shape (height, width, channels) of the upright image, and its format."""
     image, orientation = _open_image(data)
     with image:
         width, height = image.size
@@ -211,15 +212,16 @@ def _read_orientation(image: PillowImage) -> int:
     if image.format == "TIFF" or not isinstance(exif, bytes):
         return 1
     exif = exif.removeprefix(b"Exif\0\0")
-    order = {b"II": "little", b"MM": "big"}.get(exif[:2])
-    if order is None:
+    byte_order = {b"II": "little", b"MM": "big"}.get(exif[:2])
+    if byte_order is None:
         return 1
 
     def read_integer(at: int, length: int) -> int:
-        return int.from_bytes(exif[at : at + length], order)  # type: ignore[arg-type]
+        return int.from_bytes(exif[at : at + length], byte_order)  # type: ignore[arg-type]
 
-    table = read_integer(4, 4)
-    for entry in range(table + 2, min(table + 2 + 12 * read_integer(table, 2), len(exif) - 11), 12):
+    directory = read_integer(4, 4)
+    first_entry, num_entries = directory + 2, read_integer(directory, 2)
+    for entry in range(first_entry, min(first_entry + 12 * num_entries, len(exif) - 11), 12):
         if read_integer(entry, 2) == ORIENTATION_TAG:
             value = read_integer(entry + 8, 2)
             return value if 1 <= value <= 8 else 1

@@ -1,4 +1,4 @@
-"""Encode a record as a row of images: find the image, decode it, and resize it."""
+"""Encode a record as a table row with its image: found in a field, decoded and resized."""
 
 from __future__ import annotations
 
@@ -27,10 +27,13 @@ class ImageEncoder(Encoder):
     """Encode images at one size, or, with `buckets`, each at the nearest of several shapes."""
 
     size: tuple[int, int] | None
+    """Height and width; None with `buckets`."""
     channels: int
     buckets: tuple[tuple[int, int], ...] | None = None
+    """Height and width of each bucket."""
     resize: ResizeMode = "crop"
     store: Literal["decoded", "encoded"] = "decoded"
+    """Whether the column `image` holds pixels or the bytes of an image file."""
     field: str | None = None
     label_field: str | None = None
     condition_field: str | None = None
@@ -38,7 +41,7 @@ class ImageEncoder(Encoder):
     """Whether rows have a condition vector, from `condition_field` or the field `condition`."""
 
     def __post_init__(self) -> None:
-        assert (self.size is None) != (self.buckets is None), "one size or several shapes"
+        assert (self.size is None) != (self.buckets is None), "give either size or buckets"
 
     @property
     def columns(self) -> dict[str, Column]:

@@ -61,10 +61,10 @@ class ImageRows(Source):
         if self.encoder.store == "decoded" and self.encoder.buckets is None:
             return self.table.gather("image", index)
         bucket = int(self.buckets[index[0]]) if len(index) else 0
-        assert (self.buckets[index] == bucket).all(), "a batch with images of several buckets"
+        assert (self.buckets[index] == bucket).all(), "the images of a batch are of several buckets"
         pixels = np.empty((len(index), *self.encoder.bucket_shape(bucket)), dtype=np.uint8)
-        for row, number in enumerate(index.tolist()):
-            pixels[row] = self.encoder.decode_row(self.table.row("image", number), bucket)
+        for row, sample_index in enumerate(index.tolist()):
+            pixels[row] = self.encoder.decode_row(self.table.row("image", sample_index), bucket)
         return pixels
 
     @property

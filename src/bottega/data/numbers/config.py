@@ -68,7 +68,7 @@ class RoutingSource(Source):
     rule: Whole | None = Field(None, ge=0, description="synthetic: index of the set of rules; null: 0")
     num_samples: Positive | None = Field(None, description="synthetic: number of samples; null: data.num_samples")
 
-    _kind = model_validator(mode="before")(_infer_synthetic)
+    _set_kind = model_validator(mode="before")(_infer_synthetic)
 
     @model_validator(mode="after")
     def _check_source(self) -> RoutingSource:
@@ -83,10 +83,10 @@ class RoutingHeldOut(HeldOut):
         None, min_length=1, description="synthetic: indices of the sets of rules; null: those of the training data"
     )
     num_samples: Positive | None = Field(
-        None, description="synthetic: number of new samples of each; null: data.num_samples"
+        None, description="synthetic: number of new samples of each set of rules; null: data.num_samples"
     )
 
-    _kind = model_validator(mode="before")(_infer_synthetic)
+    _set_kind = model_validator(mode="before")(_infer_synthetic)
 
     @model_validator(mode="after")
     def _check_source(self) -> RoutingHeldOut:

@@ -43,10 +43,10 @@ def infer_layout(records: Iterable[Record]) -> Layout | None:
         if field is not None:
             return None
         for name in list_input_fields(fields, excluded=(label, rule)):
-            values = is_numeric_by_column.setdefault(name, [])
+            flags = is_numeric_by_column.setdefault(name, [])
             if not is_empty(fields[name]):
-                values.append(_is_numeric(fields[name]))
-    is_input_by_column = {name: 2 * sum(values) >= len(values) for name, values in is_numeric_by_column.items()}
+                flags.append(_is_numeric(fields[name]))
+    is_input_by_column = {name: 2 * sum(flags) >= len(flags) for name, flags in is_numeric_by_column.items()}
     inputs = tuple(sorted(name for name, is_input in is_input_by_column.items() if is_input))
     left_out = tuple(sorted(name for name, is_input in is_input_by_column.items() if not is_input))
     return Layout(inputs, left_out) if inputs else None
@@ -97,7 +97,8 @@ def read_inputs(fields: Mapping[str, Any], layout: Layout, *, excluded: Collecti
 def describe_column_mismatch(actual: Sequence[str], expected: Sequence[str]) -> str | None:
     """Describe how columns differ from the expected ones; None if they agree."""
     missing, unknown = (
-        [name for name in names if name not in others] for names, others in ((expected, actual), (actual, expected))
+        [name for name in names if name not in known_names]
+        for names, known_names in ((expected, actual), (actual, expected))
     )
     if not missing and not unknown:
         return None
@@ -178,13 +179,13 @@ def to_float_vector(value: Any, name: str) -> np.ndarray | None:
 
 
 def read_number_rows(source: Source, columns: tuple[str, ...] | None) -> tuple[list[str], np.ndarray]:
-    """Return the keys of a file's rows and their inputs `(rows, d)`, from `columns` or as VectorEncoder finds them.
+    """Return the keys of all rows of a source and their inputs `(rows, d)`.
 
-    With `columns`, other columns are ignored.
+    The inputs are the values of `columns`; with None, those that VectorEncoder would use.
     """
-    file, keys, rows = find_files(source), [], []
-    for piece in file.list_pieces(64 << 20):
-        for record in file.read(piece):
+    files, keys, rows = find_files(source), [], []
+    for piece in files.list_pieces(64 << 20):
+        for record in files.read(piece):
             if isinstance(record, BadRecord):
                 raise DataError(str(record))
             try:
@@ -197,7 +198,7 @@ def read_number_rows(source: Source, columns: tuple[str, ...] | None) -> tuple[l
                     f"{record.where}: has {len(rows[-1])} numbers, but {keys[0]} has {len(rows[0])}; make all rows equally long"
                 )
     if not rows:
-        raise DataError(f"{file.root} is empty; give a file with data in it")
+        raise DataError(f"{files.root} is empty; give a file with data in it")
     return keys, np.stack(rows)
 
 

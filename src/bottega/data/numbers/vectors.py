@@ -1,6 +1,6 @@
 """Encode records as vectors, and read vectors as samples, with noise and masking for training.
 
-If the right expert of a sample is known, its index is the `rule` of the row.
+If the correct expert of a sample is known, its index is the `rule` of the row.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ from bottega.data.sources.source import Source
 from bottega.data.tables.shards import TEXT, Column, Table
 
 NO_RULE = -1
+"""Rule of a row whose correct expert is unknown."""
 BAYES = "bayes"
-"""Column of synthetic samples: the probability that the Bayes-optimal prediction is right."""
+"""Column of synthetic samples: the probability that the Bayes-optimal prediction is correct."""
 
 
 @final
@@ -44,7 +45,7 @@ class VectorEncoder(Encoder):
     field: str | None = None
     label_field: str | None = None
     is_made: bool = False
-    """Whether the records are synthetic, and have the Bayes accuracy."""
+    """Whether the records are synthetic, and so have the field `bayes`."""
     num_rules: int | None = None
     """Number of rules set by the recipe; None counts them in the data."""
     layout: Layout | None = None
@@ -68,7 +69,7 @@ class VectorEncoder(Encoder):
             metadata["num_rules"] = self.num_rules or num_rules
         if self.is_made:
             metadata["bayes_accuracy"] = {
-                t.folder.name: round(float(t.values(BAYES).mean(dtype=float)), 6) for t in tables
+                table.folder.name: round(float(table.values(BAYES).mean(dtype=float)), 6) for table in tables
             }
         return metadata
 
@@ -98,7 +99,7 @@ class VectorEncoder(Encoder):
 
 
 def _parse_rule(value: Any, name: str) -> int:
-    """Return the index of the right expert, or NO_RULE if the cell is empty."""
+    """Return the index of the correct expert, or NO_RULE if the cell is empty."""
     if is_empty(value):
         return NO_RULE
     numbers = [value] if type(value) is int else to_float_vector(value, f"column {name!r}")
@@ -131,7 +132,7 @@ def _count_rules(tables: list[Table]) -> int | None:
 class VectorRows(Source):
     """Samples with `x`, float32 `(batch, d)`, and optionally `label` and `rule`, int32 `(batch,)`, and `bayes`, float32.
 
-    `rule` is the index of the right expert, `bayes` the probability that the Bayes-optimal prediction is right.
+    `rule` is the index of the correct expert, `bayes` the probability that the Bayes-optimal prediction is correct.
     """
 
     def __init__(
@@ -230,31 +231,31 @@ def augment_vectors(
     """Return `(batch, d)` with added noise and then masked inputs; each row is a function of (seed, epoch, index)."""
     x = x.copy()
     # A batch may have rows of two epochs.
-    for number in np.unique(epoch):
-        rows = epoch == number
-        noise = Noise(seed, int(number), index[rows].astype(np.int64))
+    for epoch_number in np.unique(epoch):
+        in_epoch = epoch == epoch_number
+        noise = Noise(seed, int(epoch_number), index[in_epoch].astype(np.int64))
         if options.noise_level:
-            x[rows] += np.float32(options.noise_level) * noise.normal("vector noise", x.shape[1:])
+            x[in_epoch] += np.float32(options.noise_level) * noise.normal("vector noise", x.shape[1:])
         if options.mask_probability:
             # Draws are never 0 or 1, so that a probability of 0 masks nothing and 1 everything.
-            x[rows] *= noise.uniform("vector mask", x.shape[1:]) >= options.mask_probability
+            x[in_epoch] *= noise.uniform("vector mask", x.shape[1:]) >= options.mask_probability
     return x
 
 
-def fit_standardization(tables: Sequence[VectorRows]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return mean and reciprocal standard deviation of each input over `tables`; the reciprocal is 1 for a constant input."""
-    count = sum(len(rows) for rows in tables)
-    mean = np.sum([_sum_inputs(rows, lambda x: x) for rows in tables], axis=0) / count
-    square = np.sum([_sum_inputs(rows, lambda x: (x - mean) ** 2) for rows in tables], axis=0) / count
-    deviation = np.sqrt(square)
+def fit_standardization(sources: Sequence[VectorRows]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return mean and reciprocal standard deviation of each input over `sources`; the reciprocal is 1 for a constant input."""
+    count = sum(len(source) for source in sources)
+    mean = np.sum([_sum_inputs(source, lambda x: x) for source in sources], axis=0) / count
+    variance = np.sum([_sum_inputs(source, lambda x: (x - mean) ** 2) for source in sources], axis=0) / count
+    deviation = np.sqrt(variance)
     scale = np.where(deviation > 1e-12, 1 / np.maximum(deviation, 1e-12), 1.0)
     return tuple(mean.tolist()), tuple(scale.tolist())
 
 
-def _sum_inputs(rows: VectorRows, compute: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+def _sum_inputs(source: VectorRows, compute: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
     """Return the sum of `compute(inputs)` over all rows, (inputs,) in float64, computed 65,536 rows at a time."""
-    total = np.zeros(rows.num_inputs)
-    for first in range(0, len(rows), 65_536):
-        index = np.arange(first, min(first + 65_536, len(rows)))
-        total += compute(rows.rows(index, np.zeros_like(index))["x"].astype(np.float64)).sum(0)
+    total = np.zeros(source.num_inputs)
+    for start in range(0, len(source), 65_536):
+        index = np.arange(start, min(start + 65_536, len(source)))
+        total += compute(source.rows(index, np.zeros_like(index))["x"].astype(np.float64)).sum(0)
     return total

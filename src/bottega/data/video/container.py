@@ -30,7 +30,7 @@ def count_missing_bytes(stream: BinaryIO) -> int:
 
 
 def _find_riff_end(stream: BinaryIO, length: int) -> int:
-    """Return the end that an AVI file states. Files over 1 GiB have several RIFF chunks; a size of 0 means unknown."""
+    """Return the end of an AVI file in bytes by the sizes that it states, 0 if unknown. Files over 1 GiB have several RIFF chunks."""
     at = 0
     while at + 8 <= length:
         stream.seek(at)
@@ -43,6 +43,7 @@ def _find_riff_end(stream: BinaryIO, length: int) -> int:
 
 
 def _find_boxes_end(stream: BinaryIO, length: int) -> int:
+    """Return the end of an MP4 or MOV file in bytes by the sizes that it states, 0 if unknown."""
     at = 0
     while at + 8 <= length:
         stream.seek(at)
@@ -58,6 +59,7 @@ def _find_boxes_end(stream: BinaryIO, length: int) -> int:
 
 
 def _find_matroska_end(stream: BinaryIO) -> int:
+    """Return the end of a Matroska or WebM file in bytes by the sizes that it states, 0 if unknown."""
     stream.seek(4)
     header_size = _read_variable_integer(stream)
     if header_size is None:
@@ -70,7 +72,7 @@ def _find_matroska_end(stream: BinaryIO) -> int:
 
 
 def _read_variable_integer(stream: BinaryIO) -> int | None:
-    """Read an EBML variable-length integer; None if it is unknown (all bits set)."""
+    """Read an EBML variable-length integer; None if it is missing, invalid or unknown (all bits set)."""
     first_byte = stream.read(1)
     if not first_byte or not first_byte[0]:
         return None

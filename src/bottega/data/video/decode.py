@@ -81,6 +81,7 @@ def _import_av() -> Any:
 
 
 def _open_video(data: Encoded) -> tuple[Any, Any]:
+    """Open a file with PyAV and return the container and its first video stream."""
     av = _import_av()
     _check_complete(data)
     options = {"format_whitelist": ",".join(sorted(CONTAINERS)), "max_pixels": str(MAX_PIXELS)}
@@ -147,7 +148,9 @@ def _select_frames(
     """Yield the selected frames as RGB. Other frames are not converted, because that takes as long as decoding."""
     num_frames = 0
     with container:
-        for frame, repeats in _count_repeats(_decode_timed(container, stream, native_rate, limit), rate, native_rate):
+        for frame, repeats in _count_repeats(
+            _decode_timed_frames(container, stream, native_rate, limit), rate, native_rate
+        ):
             pixels = None
             for _ in range(repeats):
                 if num_frames % stride == 0:
@@ -159,27 +162,29 @@ def _select_frames(
 def _count_repeats(
     timed_frames: Iterator[tuple[Any, Fraction]], rate: Fraction | None, native_rate: Fraction
 ) -> Iterator[tuple[Any, int]]:
-    """Yield each frame with the number of output times (0, 1/rate, 2/rate, ...) to which it is the nearest."""
+    """Yield each frame with the number of output times (0, 1/rate, 2/rate, ... seconds) to which it is the nearest."""
     if rate is None:
         yield from ((frame, 1) for frame, _ in timed_frames)
         return
-    num_times = 0
+    num_output_times = 0
     previous: tuple[Any, Fraction] | None = None
     for frame, time in timed_frames:
         if previous is not None:
             # The boundary between two frames is halfway; a time on it belongs to the later one.
             boundary = (previous[1] + time) / 2
-            num_times_until = max(num_times, math.ceil(boundary * rate))
-            yield previous[0], num_times_until - num_times
-            num_times = num_times_until
+            num_output_times_until = max(num_output_times, math.ceil(boundary * rate))
+            yield previous[0], num_output_times_until - num_output_times
+            num_output_times = num_output_times_until
         previous = frame, time
     if previous is not None:
         end = previous[1] + 1 / native_rate
-        yield previous[0], max(0 if num_times else 1, math.ceil(end * rate) - num_times)
+        yield previous[0], max(0 if num_output_times else 1, math.ceil(end * rate) - num_output_times)
 
 
-def _decode_timed(container: Any, stream: Any, native_rate: Fraction, limit: Limits) -> Iterator[tuple[Any, Fraction]]:
-    """Yield all frames with their times, relative to the first."""
+def _decode_timed_frames(
+    container: Any, stream: Any, native_rate: Fraction, limit: Limits
+) -> Iterator[tuple[Any, Fraction]]:
+    """Yield all frames with their times in seconds after the first."""
     av = _import_av()
     # AVI has a constant rate and no timestamps; the timestamps that FFmpeg computes for it are not monotonic.
     has_constant_rate = container.format.name == "avi"
@@ -211,24 +216,27 @@ def _decode_timed(container: Any, stream: Any, native_rate: Fraction, limit: Lim
     )
 
 
-def _check_end(container: Any, stream: Any, num_frames: int, end: Fraction, native_rate: Fraction) -> None:
+def _check_end(container: Any, stream: Any, num_frames: int, end_seconds: Fraction, native_rate: Fraction) -> None:
+    """Raise `Unreadable` if the decoded frames end too long before the stated duration."""
     if num_frames == 0:
         raise Unreadable("has no frames")
     stated_seconds = _read_stated_seconds(container, stream)
     if container.format.name == "avi" and stream.frames:
         # FFmpeg's duration covers only the data that the file still has.
         stated_seconds = float(stream.frames / native_rate)
-    if stated_seconds is not None and stated_seconds - float(end) > max(
+    if stated_seconds is not None and stated_seconds - float(end_seconds) > max(
         MAX_MISSING_FRACTION * stated_seconds, float(MAX_MISSING_FRAMES / native_rate)
     ):
-        raise Unreadable(f"is truncated: its {num_frames} frames end at {float(end):.2f} s of {stated_seconds:.2f} s")
+        raise Unreadable(
+            f"is truncated: its {num_frames} frames end at {float(end_seconds):.2f} s of {stated_seconds:.2f} s"
+        )
 
 
 def _to_pixels(frame: Any) -> np.ndarray:
     pixels = frame.to_ndarray(format="rgb24")
-    # Older releases of PyAV have no rotation.
-    turns = round(getattr(frame, "rotation", 0) / 90) % 4
-    return np.ascontiguousarray(np.rot90(pixels, turns)) if turns else pixels
+    # Frames of older releases of PyAV have no attribute `rotation`.
+    quarter_turns = round(getattr(frame, "rotation", 0) / 90) % 4
+    return np.ascontiguousarray(np.rot90(pixels, quarter_turns)) if quarter_turns else pixels
 
 
 def _format_error(error: Exception) -> str:

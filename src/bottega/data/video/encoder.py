@@ -1,4 +1,4 @@
-"""Encode a record as a row of video: its frames at the target size and frame rate."""
+"""Encode a record as a table row with its video: all frames at the target size and frame rate."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ class VideoEncoder(Encoder):
     """Encode all frames at `fps` (None: the native rate), so that clips can start anywhere and strides can change."""
 
     size: tuple[int, int]
+    """Height and width."""
     channels: int = 3
     fps: float | None = None
     resize: ResizeMode = "crop"
@@ -58,11 +59,12 @@ class VideoEncoder(Encoder):
         yield row
 
     def _encode_file(self, data: bytes | Path) -> tuple[np.ndarray, float]:
+        """Return the frames, uint8 `(frames, height, width, channels)`, and their rate per second."""
         rate, frames = decode_frames(data, fps=self.fps, limit=self.limit)
-        return self._stack(frames), rate
+        return self._stack_frames(frames), rate
 
     def _encode_array(self, video: np.ndarray, record: Record) -> tuple[np.ndarray, float]:
-        """Encode an array `(frames, height, width)` or `(..., channels)`; its frame rate is the field `fps` or `data.fps`."""
+        """Encode an array `(frames, height, width)` or `(..., channels)` like a file; its rate is the field `fps` or `data.fps`."""
         if video.ndim not in (3, 4) or 0 in video.shape:
             raise Unreadable(
                 f"an array of shape {video.shape} is not a video; expected (frames, height, width, channels)"
@@ -74,11 +76,14 @@ class VideoEncoder(Encoder):
             num_frames = max(1, round(len(video) * self.fps / float(rate)))
             nearest = np.rint(np.arange(num_frames) * (float(rate) / self.fps)).astype(int)
             frame_indices = np.minimum(nearest, len(video) - 1)
-            return self._stack((video[i] for i in frame_indices), num_frames=len(frame_indices)), self.fps
-        return self._stack(iter(video), num_frames=len(video)), float(rate)
+            return self._stack_frames((video[i] for i in frame_indices), num_frames=len(frame_indices)), self.fps
+        return self._stack_frames(iter(video), num_frames=len(video)), float(rate)
 
-    def _stack(self, frames: Iterator[np.ndarray], *, num_frames: int | None = None) -> np.ndarray:
-        """Return uint8 `(frames, height, width, channels)`, filled in one growing array: np.stack of a list takes twice the memory."""
+    def _stack_frames(self, frames: Iterator[np.ndarray], *, num_frames: int | None = None) -> np.ndarray:
+        """Resize frames and return them as uint8 `(frames, height, width, channels)`.
+
+        They are written into one growing array, because np.stack of a list takes twice the memory.
+        """
         shape = (*self.size, self.channels)
         frame_bytes = math.prod(shape)
         max_frames = MAX_VIDEO_BYTES // frame_bytes

@@ -57,23 +57,24 @@ class VideoRows(Source):
     def rows(self, index: np.ndarray, epoch: np.ndarray) -> dict[str, Any]:
         shape = (len(index), self.num_frames, *self.table.columns["video"].shape)
         pixels = np.empty(shape, dtype=np.uint8)
-        for row, (number, sample_epoch) in enumerate(zip(index.tolist(), epoch.tolist(), strict=True)):
-            pixels[row] = self.table.row("video", number)[self.frame_indices(number, sample_epoch)]
+        for row, (sample_index, sample_epoch) in enumerate(zip(index.tolist(), epoch.tolist(), strict=True)):
+            frames = self.frame_indices(sample_index, sample_epoch)
+            pixels[row] = self.table.row("video", sample_index)[frames]
         if self.augmentation is not None:
             pixels = augment_images(pixels, self.augmentation, seed=self.seed, epoch=epoch, index=index)
         rows = {"video": normalise_pixels(pixels, mode=self.normalise), "fps": np.array(self.fps, dtype=np.int32)}
         return {**rows, **self.conditions.rows(index)}
 
-    def frame_indices(self, number: int, epoch: int) -> np.ndarray:
-        """Return the indices of the frames of a sample in an epoch."""
+    def frame_indices(self, index: int, epoch: int) -> np.ndarray:
+        """Return the indices `(num_frames,)` of the frames that sample `index` has in `epoch`."""
         return sample_frame_indices(
-            int(self._lengths[number]),
+            int(self._lengths[index]),
             num_frames=self.num_frames,
             stride=self.stride,
             position=self.clip,
             seed=self.seed,
             epoch=epoch,
-            index=number,
+            index=index,
         )
 
     @property
@@ -103,10 +104,10 @@ class VideoRows(Source):
 def sample_frame_indices(
     length: int, *, num_frames: int, stride: int, position: ClipPosition, seed: int = 0, epoch: int = 0, index: int = 0
 ) -> np.ndarray:
-    """Return the indices `(num_frames,)` of a clip of a video of `length`; a random start is f(seed, epoch, index).
+    """Return the frame indices `(num_frames,)` of a clip of a video of `length` frames.
 
-    A video that is too short is padded by repeating its last frame. Repeating the whole video would add a jump in the motion,
-    which no real video has.
+    A random start is a function of (seed, epoch, index). A video that is too short is padded by repeating its last
+    frame. Repeating the whole video would add a jump in the motion, which no real video has.
     """
     excess = max(0, length - ((num_frames - 1) * stride + 1))
     if position == "random":

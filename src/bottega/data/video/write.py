@@ -25,8 +25,8 @@ ANIMATION_SUFFIXES = (".gif", ".mp4")
 MIN_SIDE = 128
 # Encoders and their options, in order of preference. H.264 plays everywhere; MPEG-4 part 2 is in every build of FFmpeg.
 ENCODERS: dict[str, dict[str, str]] = {"libx264": {"crf": "16"}, "libopenh264": {}, "mpeg4": {"qmin": "2", "qmax": "3"}}
-# Shortest delay of a GIF frame, in hundredths of a second. Browsers replace a shorter delay by a tenth of a second.
-MIN_DELAY = 2
+# Shortest delay of a GIF frame. Browsers replace a shorter delay by a tenth of a second.
+MIN_DELAY_CENTISECONDS = 2
 # Pixels that the palette is computed from; four times as many lower the error by 1.5 % and take five times as long.
 PALETTE_PIXELS = 1 << 16
 
@@ -69,14 +69,16 @@ def write_videos(
 
 def _render_sheets(videos: np.ndarray, captions: Sequence[str] | None, columns: int | None) -> np.ndarray:
     """Return one contact sheet of all videos for each frame, uint8 `(frames, height, width, 3)`."""
-    moments = videos.swapaxes(0, 1)
-    return np.stack([render_contact_sheet(list(moment), captions=captions, columns=columns) for moment in moments])
+    frames_of_videos = videos.swapaxes(0, 1)
+    return np.stack(
+        [render_contact_sheet(list(frames), captions=captions, columns=columns) for frames in frames_of_videos]
+    )
 
 
 def _write_filmstrip(videos: np.ndarray, fps: float, path: Path, captions: Sequence[str] | None) -> None:
     """Write a PNG with one row per video: its first, middle and last frame, with their times."""
-    last = videos.shape[1] - 1
-    frame_numbers = sorted({0, last // 2, last})
+    last_frame = videos.shape[1] - 1
+    frame_numbers = sorted({0, last_frame // 2, last_frame})
     times = [f"{number / fps:.2f} s" for number in frame_numbers]
     names = captions if captions is not None else [f"{number:02d}" for number in range(len(videos))]
     with replacing_file(path) as temporary:
@@ -114,7 +116,7 @@ def _encode_gif(frames: np.ndarray, fps: float) -> bytes:
 def _compute_frame_delays(count: int, fps: float) -> list[int]:
     """Return delays in hundredths of a second whose sum is the exact duration, such as 4 4 5 4 4 4 at 24 per second."""
     times = [round(100 * number / fps) for number in range(count + 1)]
-    return [min(max(MIN_DELAY, end - start), 0xFFFF) for start, end in pairwise(times)]
+    return [min(max(MIN_DELAY_CENTISECONDS, end - start), 0xFFFF) for start, end in pairwise(times)]
 
 
 def _quantize(frames: np.ndarray) -> tuple[Iterator[Any], bytes]:
