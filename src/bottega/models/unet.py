@@ -140,7 +140,8 @@ def read_unet_config(folder: Path) -> str:
 
 
 def initial_value(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """Return an initial parameter: zeros for the last convolution, so that the first prediction is 0."""
+    """Return an initial parameter as `initial_convolution` does, but zeros for the last convolution: the first prediction
+    is then 0."""
     if name.endswith("conv_out.weight"):
         return np.zeros(shape, np.float32)
     # A stage has only a few residual layers; between stages a norm and a new width start another residual stream.

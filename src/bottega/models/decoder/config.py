@@ -141,9 +141,10 @@ class TransformerShape(BaseModel):
         return 3 * self.hidden_size * self.intermediate_size + self.hidden_size if self.intermediate_size else 0
 
     def flops_per_token(self, length: int | None = None) -> int:
-        """Return the FLOPs of forward and backward: 6 per weight, and 12 H h T per attention layer (PaLM, appendix B).
+        """Return the FLOPs of forward and backward for one token of a sequence of `length` (default: the context).
 
-        An embedding lookup multiplies nothing, so an embedding counts only if it is also the head.
+        They are 6 per weight, and 12 * num_heads * head_size * length per attention layer (PaLM, appendix B). An embedding
+        lookup multiplies nothing, so an embedding counts only if it is also the head.
         """
         lookup_parameters = 0 if self.tie_embeddings else self.vocab_size * self.hidden_size
         num_ssm_layers = sum(self.mixer(layer) == "ssm" for layer in range(self.num_layers))
