@@ -57,12 +57,14 @@ def test_grouped_and_looped_experts_agree(k: int) -> None:
     assert all(gradient[-1].abs().max() == 0 for gradient in outputs[0][2:]), "an expert without tokens has no gradient"
 
 
-@pytest.mark.parametrize("heads", [4, 2])
-def test_flex_attention_of_documents_matches_a_mask(heads: int) -> None:
+@pytest.mark.parametrize("num_kv_heads", [4, 2])
+def test_flex_attention_of_documents_matches_a_mask(num_kv_heads: int) -> None:
     documents = (torch.arange(256, device="cuda") // 70).repeat(2, 1)
     outputs = []
     for flex in (True, False):
-        q, k, v = (normal(2, n, 256, 32, seed=i).requires_grad_() for i, n in enumerate((4, heads, heads)))
+        q, k, v = (
+            normal(2, n, 256, 32, seed=i).requires_grad_() for i, n in enumerate((4, num_kv_heads, num_kv_heads))
+        )
         y = attend(q, k, v, mask=build_document_mask(documents, use_flex=flex), is_causal=True, dropout=0.0)
         outputs.append((y, *torch.autograd.grad(y.sin().sum(), (q, k, v))))
     for flexed, masked in zip(*outputs, strict=True):

@@ -62,25 +62,25 @@ def test_initial_scales_of_tokens_outputs_and_prefixes(projection: int | None) -
     assert soft(lambda _: normed).std().item() == pytest.approx(1.0, rel=0.1)
     assert soft.image_tokens.std().item() == pytest.approx(0.3, rel=0.1)
     keys, values = zip(*soft.prefixes(), strict=True)
-    for part in (*keys, *values):
-        assert 0.005 < part.std().item() < 0.04  # far below the keys and values of a layer, which are about 1
+    for tensor in (*keys, *values):
+        assert 0.005 < tensor.std().item() < 0.04  # far below the keys and values of a layer, which are about 1
 
 
 @pytest.mark.parametrize("projection", [None, 6])
 def test_each_layer_has_its_own_keys_and_values(projection: int | None) -> None:
     soft = build_soft_prompts(TINY.model_copy(update={"projection": projection}), 0)
-    parts = [part for both in soft.prefixes() for part in both]
-    assert [tuple(part.shape) for part in parts] == [(5, 8)] * 6
-    assert all(not torch.equal(a, b) for i, a in enumerate(parts) for b in parts[:i])
-    assert len({part[index].detach().numpy().tobytes() for part in parts for index in range(5)}) == 30
+    tensors = [tensor for keys_and_values in soft.prefixes() for tensor in keys_and_values]
+    assert [tuple(tensor.shape) for tensor in tensors] == [(5, 8)] * 6
+    assert all(not torch.equal(a, b) for i, a in enumerate(tensors) for b in tensors[:i])
+    assert len({tensor[index].detach().numpy().tobytes() for tensor in tensors for index in range(5)}) == 30
 
 
 def test_projected_token_affects_only_its_own_prefix_in_all_layers() -> None:
     soft = build_soft_prompts(TINY.model_copy(update={"projection": 6}), 0)
-    before = torch.stack([torch.stack(both) for both in soft.prefixes()])
+    before = torch.stack([torch.stack(keys_and_values) for keys_and_values in soft.prefixes()])
     with torch.no_grad():
         soft.prefix_embedding[3] += 1
-    changed = torch.stack([torch.stack(both) for both in soft.prefixes()]) != before
+    changed = torch.stack([torch.stack(keys_and_values) for keys_and_values in soft.prefixes()]) != before
     assert changed[:, :, 3].all()
     assert not changed[:, :, [0, 1, 2, 4]].any()
 
@@ -96,11 +96,11 @@ def test_prefixes_match_the_saved_layout() -> None:
 def test_gradients_reach_every_parameter(projection: int | None) -> None:
     soft = build_soft_prompts(TINY.model_copy(update={"projection": projection}), 0)
 
-    def read(prompts: SoftPrompts) -> torch.Tensor:
+    def compute_hidden_states(prompts: SoftPrompts) -> torch.Tensor:
         assert prompts is soft
         pooled = sum((keys * values).sum() for keys, values in prompts.prefixes())
         return prompts.image_tokens[None] * pooled
 
-    soft(read).square().sum().backward()
+    soft(compute_hidden_states).square().sum().backward()
     assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in soft.parameters())
-    assert torch.equal(soft.mapping(read(soft)), soft(read))
+    assert torch.equal(soft.mapping(compute_hidden_states(soft)), soft(compute_hidden_states))
