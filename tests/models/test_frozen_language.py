@@ -434,8 +434,8 @@ def test_invalid_folder_is_refused_in_one_line(folder: Callable[[str], Path], tm
     )
     (code / "config.json").write_text(json.dumps(config))
     weights = load_file(code / "model.safetensors")
-    lost = {name: value for name, value in weights.items() if "layers.1.mlp.up_proj" not in name}
-    save_file(lost, code / "model.safetensors", metadata={"format": "pt"})
+    incomplete = {name: value for name, value in weights.items() if "layers.1.mlp.up_proj" not in name}
+    save_file(incomplete, code / "model.safetensors", metadata={"format": "pt"})
     assert_refused(code, r"lacks .*layers\.1\.mlp\.up_proj", CheckpointError)
     (code / "model.safetensors").write_bytes((folder("llama") / "model.safetensors").read_bytes()[:-40])
     assert_refused(code, "is damaged", CheckpointError)
@@ -462,14 +462,18 @@ def test_batched_decoding_matches_each_row_alone(folder: Callable[[str], Path], 
 def test_decoding_stops_at_stop_tokens_but_never_starts_with_one(folder: Callable[[str], Path]) -> None:
     lm = _load(folder("llama"))
     ids, mask = _draw_prompts()
-    free = lm.decode(ids, mask, max_tokens=8)
-    assert [len(row) for row in free] == [8, 8, 8]
-    stop = free[0][3]
-    ended = lm.decode(ids, mask, max_tokens=8, stop_tokens=[stop])
-    assert ended[0] == free[0][: free[0].index(stop)] if stop != free[0][0] else ended[0][0] != stop
-    begun = lm.decode(ids, mask, max_tokens=8, stop_tokens=[free[1][0]])
-    assert begun[1]
-    assert free[1][0] not in begun[1]
+    answers = lm.decode(ids, mask, max_tokens=8)
+    assert [len(row) for row in answers] == [8, 8, 8]
+    stop = answers[0][3]
+    stopped = lm.decode(ids, mask, max_tokens=8, stop_tokens=[stop])
+    if stop == answers[0][0]:
+        assert stopped[0][0] != stop
+    else:
+        assert stopped[0] == answers[0][: answers[0].index(stop)]
+    first_token = answers[1][0]
+    restarted = lm.decode(ids, mask, max_tokens=8, stop_tokens=[first_token])
+    assert restarted[1]
+    assert first_token not in restarted[1]
 
 
 def test_generation_config_does_not_affect_greedy_decoding(folder: Callable[[str], Path], tmp_path: Path) -> None:

@@ -28,11 +28,11 @@ def test_linear_cross_entropy_matches_float64(vocab: int, dtype: torch.dtype) ->
     targets[::5] = -100
     total = linear_cross_entropy(hidden, weight, targets, chunk_rows=32)
     gradients = torch.autograd.grad(total, (hidden, weight))
-    wide = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
-    expected = F.cross_entropy(wide[0] @ wide[1].T, targets, reduction="sum", ignore_index=-100)
+    exact_inputs = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    expected = F.cross_entropy(exact_inputs[0] @ exact_inputs[1].T, targets, reduction="sum", ignore_index=-100)
     tolerance = {torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 6e-3}[dtype]
     assert abs(total.item() - expected.item()) <= tolerance * expected.item()
-    for actual, exact in zip(gradients, torch.autograd.grad(expected, wide), strict=True):
+    for actual, exact in zip(gradients, torch.autograd.grad(expected, exact_inputs), strict=True):
         assert (actual.double() - exact).abs().max() <= tolerance * exact.abs().max()
 
 

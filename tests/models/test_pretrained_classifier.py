@@ -209,11 +209,11 @@ def test_eval_mode_and_deepcopy_apply_to_every_module(tmp_path: Path) -> None:
     model.eval()
     logits = model(ids, mask)
     assert torch.equal(model(ids, mask), logits)
-    twin = copy.deepcopy(model)
+    copied = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in model.backbone.parameters():
             parameter.zero_()
-    assert torch.equal(twin(ids, mask), logits)
+    assert torch.equal(copied(ids, mask), logits)
     assert not torch.equal(model(ids, mask), logits)
 
 

@@ -31,7 +31,7 @@ class SequenceContext:
     """
 
     cos: Tensor
-    """Cosines of the rotary angles of the tokens, as `sin` (T, h), or (B, 1, T, h) if rows start at different positions."""
+    """Cosine of each rotary angle, (T, h), or (B, 1, T, h) if rows start at different positions; `sin` likewise."""
     sin: Tensor
     mask: Mask = None
     is_causal: bool = True

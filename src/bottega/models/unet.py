@@ -195,15 +195,18 @@ def _adapt_folder_config(shape: UNetShape) -> dict[str, Any]:
         )
     if config.get("time_embedding_type", "positional") != "positional":
         raise UsageError(
-            f"model.from: its UNet has time_embedding_type {config['time_embedding_type']}; only positional is supported"
+            f"model.from: its UNet has time_embedding_type {config['time_embedding_type']}; only positional is supported; "
+            "use another UNet"
         )
     if config.get("class_embed_type") not in (None, "identity"):
         raise UsageError(
-            f"model.from: its UNet has class_embed_type {config['class_embed_type']!r}; only identity is supported"
+            f"model.from: its UNet has class_embed_type {config['class_embed_type']!r}; only identity is supported; "
+            "use another UNet"
         )
     if channels != (shape.channels, shape.channels):
         raise UsageError(
-            f"model.from: its UNet takes {channels[0]} channels and gives {channels[1]}, but the samples have {shape.channels}"
+            f"model.from: its UNet takes {channels[0]} channels and gives {channels[1]}, but the samples have "
+            f"{shape.channels}; use another UNet"
         )
     if has_text != (shape.context_size is not None):
         conditions = "text" if has_text else "none, class or vector"
@@ -211,7 +214,8 @@ def _adapt_folder_config(shape: UNetShape) -> dict[str, Any]:
     text_size = config.get("cross_attention_dim", 1280)
     if has_text and text_size != shape.context_size:
         raise UsageError(
-            f"model.text: its tokens have width {shape.context_size}, but the UNet of model.from takes {text_size}"
+            f"model.text: its tokens have width {shape.context_size}, but the UNet of model.from takes {text_size}; "
+            "use the text encoder that the UNet was trained with"
         )
     return config | _build_sample_options(shape)
 

@@ -65,17 +65,17 @@ class TransformerShape(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _check_parts(self) -> TransformerShape:
+    def _check_mixers_and_experts(self) -> TransformerShape:
         if self.mixers is not None and len(self.mixers) != self.num_layers:
             raise ValueError(
                 f"mixers has length {len(self.mixers)}, but num_layers is {self.num_layers}; give one mixer for each layer"
             )
         if (self.ssm is not None) != self.has_ssm:
             raise ValueError("ssm must be given if a layer is a state-space layer, and only then")
-        for name, part in (("ssm", self.ssm), ("experts", self.experts)):
-            if part is not None and part.hidden_size != self.hidden_size:
+        for name, shape in (("ssm", self.ssm), ("experts", self.experts)):
+            if shape is not None and shape.hidden_size != self.hidden_size:
                 raise ValueError(
-                    f"{name}.hidden_size is {part.hidden_size}, but hidden_size is {self.hidden_size}; they must be equal"
+                    f"{name}.hidden_size is {shape.hidden_size}, but hidden_size is {self.hidden_size}; they must be equal"
                 )
         if self.experts is not None and not any(map(self.has_experts, range(self.num_layers))):
             raise ValueError(

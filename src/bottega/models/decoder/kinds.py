@@ -187,9 +187,9 @@ def infer_decoder_kind(shape: TransformerShape) -> DecoderKind:
 def shape_to_recipe_keys(shape: TransformerShape) -> dict[str, Any]:
     """Return a shape as recipe keys under model."""
     keys = {**shape.model_dump(exclude={"mixers", "ssm", "experts"}), "kind": infer_decoder_kind(shape)}
-    for field_names, part in ((SSM_FIELDS, shape.ssm), (EXPERT_FIELDS, shape.experts)):
-        if part is not None:
-            keys |= {key: getattr(part, field) for key, field in field_names.items()}
+    for fields_by_key, inner_shape in ((SSM_FIELDS, shape.ssm), (EXPERT_FIELDS, shape.experts)):
+        if inner_shape is not None:
+            keys |= {key: getattr(inner_shape, field) for key, field in fields_by_key.items()}
     if shape.has_ssm and shape.has_attention:
         assert shape.mixers is not None, "a shape with a state space has mixers"
         keys["attention_every"] = shape.mixers.index("attention") + 1

@@ -29,6 +29,7 @@ ARCHITECTURES = {
 ROUTER_STATE = re.compile(r".*\.mlp\.router\.(load|bias|absent)")
 """Buffers of our routers. `absent` (the experts dropped in a step) is never saved."""
 
+# model_type -> (name of the MLP, our matrix of an expert -> its name)
 _EXPERT_NAMES = {
     "qwen3_moe": ("mlp", {"gate_proj": "gate_proj", "up_proj": "up_proj", "down_proj": "down_proj"}),
     "mixtral": ("block_sparse_moe", {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}),
@@ -112,14 +113,16 @@ def _apply_rules(name: str, rules: tuple[tuple[str, str], ...]) -> str:
 
 
 def _split_experts(name: str, tensor: Tensor, model_type: str) -> dict[str, Tensor]:
-    module, matrices = _EXPERT_NAMES[model_type]
-    layer, _, inner = name.partition(".mlp.")
-    part, _, matrix = inner.partition(".")
-    if part == "router":
-        return {f"{layer}.{module}.gate.weight": tensor}
-    if part != "experts":  # the MLP of a layer without experts
+    """Return one tensor of an MLP under the names of the layout; a stack of experts is one tensor for each expert."""
+    their_mlp, their_matrices = _EXPERT_NAMES[model_type]
+    layer, _, mlp_name = name.partition(".mlp.")
+    module, _, matrix = mlp_name.partition(".")
+    if module == "router":
+        return {f"{layer}.{their_mlp}.gate.weight": tensor}
+    if module != "experts":  # the MLP of a layer without experts
         return {name: tensor}
-    return {f"{layer}.{module}.experts.{n}.{matrices[matrix]}.weight": weight for n, weight in enumerate(tensor)}
+    prefix, their_matrix = f"{layer}.{their_mlp}.experts", their_matrices[matrix]
+    return {f"{prefix}.{expert}.{their_matrix}.weight": weight for expert, weight in enumerate(tensor)}
 
 
 def build_config(shape: TransformerShape, model_type: str) -> dict[str, Any]:

@@ -77,8 +77,8 @@ def _dispatch_in_loop(x: Tensor, chosen: Tensor, weights: Tensor, stacks: Stacks
 def gated_activation(gate: Tensor | None, up: Tensor, weight: Tensor) -> Tensor:
     """Return the inner activation, (rows, I), times the routing weight (rows, 1).
 
-    `gate` and `up` (rows, I) are the outputs of gate_proj and up_proj. The weight is applied here rather than to the output,
-    because I is smaller than D.
+    `gate` and `up` (rows, I) are the outputs of gate_proj and up_proj. The weight is applied here rather than to the
+    expert's output (rows, D), because for one choice I is smaller than D.
     """
     activation = F.gelu(up) if gate is None else F.silu(gate) * up
     return (activation * weight).to(up.dtype)

@@ -46,7 +46,7 @@ def resolve_model(
 ) -> ModelFolder:
     """Return the folder that `name` refers to; `key` is the recipe key, for errors.
 
-    A run must have exported `required_file` (None: any export). A local folder is returned as it is. Any other name is
+    A run must have exported `required_file` (None: any export). A local folder is returned unchecked. Any other name is
     downloaded from the hub, limited to files that match `patterns`, unless it looks like a path, `local_only` is set, or
     `missing_message` gives the error for a missing folder.
     """
@@ -175,7 +175,8 @@ def resolve_tokenizer(name: str) -> Path:
         except (OSError, ValueError) as error:
             reason = unreachable_reason or str(error).strip().split("\n")[0]
             raise EnvironmentProblem(
-                f"tokenizer {name!r} is neither a local folder nor on the hub: {reason}; correct the name, or check the network"
+                f"tokenizer {name!r} is neither a local folder nor on the hub: {reason}; "
+                "correct the name, or check the network"
             ) from error
         try:
             hf_hub_download(name, "tokenizer_config.json")

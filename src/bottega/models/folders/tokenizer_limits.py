@@ -105,7 +105,7 @@ def _check_growth(fields: dict[str, Any], path: Path) -> None:
         first_table = next((index for index, step in enumerate(steps) if step.get("type") == "Precompiled"), None)
         growth = 1.0
         for index, step in enumerate(steps):
-            # A single character table replaces one character by up to 18, which is allowed; a second would multiply these again.
+            # One character table replaces a character by up to 18, which is allowed; a second would multiply these again.
             growth *= _compute_growth(step) if index != first_table else max(1.0, _compute_growth(step) / MAX_GROWTH)
             if growth > MAX_GROWTH:
                 raise DataError(

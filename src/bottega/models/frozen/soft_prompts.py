@@ -47,7 +47,7 @@ class SoftPrompts(nn.Module):
     def forward(self, compute_hidden_states: Callable[[SoftPrompts], Tensor]) -> Tensor:
         """Return the mapping (B, L, W) of `compute_hidden_states(self)`, (B, L, H): a language model's with these prompts.
 
-        The function is called inside the forward because DistributedDataParallel must see all parameters used in one forward.
+        It is called inside the forward because DistributedDataParallel must see all parameters used in one forward.
         """
         return self.mapping(compute_hidden_states(self))
 

@@ -53,8 +53,8 @@ class Generator(nn.Module):
     ) -> Tensor:
         """Return the backbone's prediction, of the shape of x (B, *grid, C), at time (B) in 0..1,000.
 
-        `label` (B) are class indices, `vector` (B, size) numbers. Text is given as `input_ids` (B, L) for our own encoder, or as `context` (B, L, W), the output of another
-        encoder; `mask` (B, L) belongs to either.
+        `label` (B) are class indices, `vector` (B, size) numbers. Text is given as `input_ids` (B, L) for our own encoder,
+        or as `context` (B, L, W), the output of another encoder; `mask` (B, L) belongs to either.
         """
         kind = self.shape.condition.kind
         if kind == "text":

@@ -27,8 +27,9 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Return the sum over rows of -log softmax(hidden @ weight.T)[target] as a float32 scalar, without ignored targets.
 
-    hidden (N, D), weight (V, D), targets (N); `chunk_rows` is the number of rows per chunk. Never synchronises with the device. Under autocast the products are computed
-    in its dtype, the softmax in float32, and the gradient of the weight is accumulated in float32.
+    hidden (N, D), weight (V, D), targets (N); `chunk_rows` is the number of rows per chunk. Never synchronises with the
+    device. Under autocast the products are computed in its dtype, the softmax in float32, and the gradient of the weight is
+    accumulated in float32.
     """
     device_type = hidden.device.type
     dtype = hidden.dtype

@@ -70,7 +70,8 @@ class Lpips(nn.Module):
         """Return the LPIPS distance of each pair of images, (B)."""
         if min(a.shape[1:3]) < MIN_SIDE:
             raise UsageError(
-                f"LPIPS needs images of at least {MIN_SIDE} pixels per side, got {a.shape[2]} x {a.shape[1]}"
+                f"LPIPS needs images of at least {MIN_SIDE} pixels per side, got {a.shape[2]} x {a.shape[1]}; "
+                "generate larger images, or leave out --lpips"
             )
         total = a.new_zeros(len(a), dtype=torch.float32)
         for number, (x, y) in enumerate(zip(self.compute_activations(a), self.compute_activations(b), strict=True)):

@@ -125,7 +125,8 @@ def _read_metadata(components: PipelineComponents) -> PipelineMetadata:
     if components.denoiser_class == TRANSFORMER:
         if not is_flow_scheduler(scheduler / "scheduler_config.json"):
             raise UsageError(
-                f"{scheduler}: {TRANSFORMER} needs a flow-matching scheduler, but this one predicts {schedule.objective}"
+                f"{scheduler}: {TRANSFORMER} needs a flow-matching scheduler, but this one predicts {schedule.objective}; "
+                "use a complete copy of one pipeline"
             )
         family_fields = _read_flow_fields(components, config, text_encoders, vae_fields["downsample"])
     else:
@@ -150,12 +151,14 @@ def _read_unet_fields(
     is_xl, unet = len(components.encoders) == 2, components.denoiser
     unsupported_key = next((key for key in UNSUPPORTED_KEYS if config.get(key) is not None), None)
     if unsupported_key is not None:
-        raise UsageError(f"{KEY}: {unet} has {unsupported_key} {config[unsupported_key]!r}, which is not supported")
+        raise UsageError(
+            f"{KEY}: {unet} has {unsupported_key} {config[unsupported_key]!r}, which is not supported; use another pipeline"
+        )
     addition = config.get("addition_embed_type")
     if addition != ("text_time" if is_xl else None):
         raise UsageError(
             f"{KEY}: {unet} has addition_embed_type {addition!r}, which is not supported with {len(components.encoders)} text "
-            "encoders"
+            "encoders; use a complete copy of one pipeline"
         )
     cross_attention_dim = config.get("cross_attention_dim", 1280)
     widths = set(cross_attention_dim) if isinstance(cross_attention_dim, list) else {cross_attention_dim}
@@ -246,7 +249,10 @@ def _read_vae_fields(components: PipelineComponents, denoiser_config: dict[str, 
             f"{KEY}: {components.vae} has latents_mean, which is not supported; use a VAE with a scaling_factor"
         )
     if shift and components.denoiser_class != TRANSFORMER:
-        raise UsageError(f"{KEY}: {components.vae} has shift_factor {shift}, which pipelines with a UNet ignore")
+        raise UsageError(
+            f"{KEY}: {components.vae} has shift_factor {shift}, which pipelines with a UNet ignore; "
+            "use a complete copy of one pipeline"
+        )
     in_channels = denoiser_config.get("in_channels", 16 if components.denoiser_class == TRANSFORMER else 4)
     out_channels = denoiser_config.get("out_channels") or in_channels
     if (in_channels, out_channels) != (channels, channels):
@@ -270,7 +276,7 @@ def _read_text_encoders(components: PipelineComponents) -> _TextEncoders:
     ):
         config = load_transformers_config(encoder, key=KEY, description="text encoder")
         if getattr(config, "use_attention_mask", None):
-            raise UsageError(f"{KEY}: {encoder} has use_attention_mask, which is not supported")
+            raise UsageError(f"{KEY}: {encoder} has use_attention_mask, which is not supported; use another pipeline")
         limit = T5_TOKENS if encoder_class == T5 else config.max_position_embeddings
         file = tokenizer / "tokenizer_config.json"
         length = read_json_object(file).get("model_max_length") if file.is_file() else None

@@ -30,13 +30,13 @@ from bottega.models.memory.working import WorkingSlots
 class Temperature(nn.Module):
     """The learned temperature of memory reads, stored as a logarithm so that it stays above 0."""
 
-    def __init__(self, start: float) -> None:
+    def __init__(self, initial_temperature: float) -> None:
         super().__init__()
         self.logarithm = nn.Parameter(torch.zeros(()))
-        self.start = start
+        self.initial_temperature = initial_temperature
 
     def initial_value(self, kind: str, name: str, seed: int) -> np.ndarray:
-        return np.asarray(math.log(self.start), np.float32)
+        return np.asarray(math.log(self.initial_temperature), np.float32)
 
     def forward(self) -> Tensor:
         """Return the temperature, which is positive."""

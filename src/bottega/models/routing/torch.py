@@ -206,7 +206,7 @@ class RoutingNet(nn.Module):
 
 
 def initialise_routing(model: RoutingNet, seed: int) -> None:
-    """Initialise each weight by its fan-in or by its layer's `initial_value`, and draw the experts dropped in the first step."""
+    """Initialise each weight by its fan-in or its layer's `initial_value`, and draw the experts dropped in the first step."""
     depth = max(1, model.shape.num_layers)
     self_initialised = {path: layer for path, layer in model.named_modules() if hasattr(layer, "initial_value")}
 

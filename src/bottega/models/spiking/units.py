@@ -145,7 +145,7 @@ def sum_activity(spikes: Tensor, example_mask: Tensor | None = None) -> dict[str
 
 
 def unit_activity(spikes: Tensor, highest_rate: float = 1.0) -> Tensor:
-    """Return the activity of each unit in each example, uint8 (B, N): SILENT, 1 or SATURATED, for `unit_activity_metrics`."""
+    """Return the activity of each unit in each example, uint8 (B, N): SILENT, 1 or SATURATED."""
     rates = spike_rate(spikes.detach()).float().flatten(1)
     return (rates > 0).to(torch.uint8) + (rates >= highest_rate - 1e-6).to(torch.uint8)
 
