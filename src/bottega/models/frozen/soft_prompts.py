@@ -45,9 +45,10 @@ class SoftPrompts(nn.Module):
         self.mapping = nn.Linear(shape.hidden_size, shape.text_size)
 
     def forward(self, compute_hidden_states: Callable[[SoftPrompts], Tensor]) -> Tensor:
-        """Return the mapping (B, L, W) of `compute_hidden_states(self)`, (B, L, H): a language model's with these prompts.
+        """Return text tokens (B, L, W) for the hidden states (B, L, H) of a language model with these prompts.
 
-        It is called inside the forward because DistributedDataParallel must see all parameters used in one forward.
+        `compute_hidden_states(self)` returns the hidden states. It is called inside the forward because
+        DistributedDataParallel must see all parameters used in one forward.
         """
         return self.mapping(compute_hidden_states(self))
 
