@@ -36,7 +36,9 @@ class PretrainedClassifier(nn.Module):
     def __init__(self, shape: PretrainedShape, network: Any) -> None:
         super().__init__()
         self.shape = shape
-        backbone_name, head_path = locate_backbone_and_head(network, shape.num_labels)
+        self.paths = locate_backbone_and_head(network, shape.num_labels)
+        """Attribute of the encoder and module path of the last layer, as the network names them."""
+        backbone_name, head_path = self.paths
         self.backbone: Any = getattr(network, backbone_name)
         self.head: Any = network.get_submodule(head_path)
         # A plain attribute, so that the network can still call its encoder while it is registered only under our name.
