@@ -35,6 +35,7 @@ SHAPE = build_clip_shape(MODEL, image_size=8, vocab_size=20, bos=BOS, eos=EOS, p
 
 
 def build_row(words: list[int]) -> list[int]:
+    """Return the token ids of a caption, padded to 10."""
     return [BOS, *words, EOS, *[EOS] * (8 - len(words))]
 
 
@@ -148,24 +149,24 @@ def test_tokens_after_the_end_of_a_caption_have_no_effect(clip: Clip, words: lis
 
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=3, max_size=3), min_size=1, max_size=4))
-def test_deduplicated_captions_give_the_same_scores(clip: Clip, numbers: list[list[int]]) -> None:
+def test_deduplicated_captions_give_the_same_scores(clip: Clip, rows: list[list[int]]) -> None:
     captions = torch.tensor([build_row([1, 2]), build_row([3]), build_row([4, 5, 6]), build_row([])])
-    number = torch.tensor(numbers)
-    x, ids = scale_pixels(draw_pixels(8, count=len(numbers))), captions[number]
+    caption_numbers = torch.tensor(rows)
+    x, ids = scale_pixels(draw_pixels(8, count=len(rows))), captions[caption_numbers]
     with torch.no_grad():
-        each, deduplicated = clip(x, ids), clip(x, ids, 1000 - 7 * number)
-    torch.testing.assert_close(deduplicated.scores, each.scores, atol=1e-5, rtol=0)
-    torch.testing.assert_close(deduplicated.texts, each.texts, atol=1e-6, rtol=0)
+        plain, deduplicated = clip(x, ids), clip(x, ids, 1000 - 7 * caption_numbers)
+    torch.testing.assert_close(deduplicated.scores, plain.scores, atol=1e-5, rtol=0)
+    torch.testing.assert_close(deduplicated.texts, plain.texts, atol=1e-6, rtol=0)
 
 
 def test_gradients_of_deduplicated_captions_add_up(clip: Clip) -> None:
-    x, number = scale_pixels(draw_pixels(8)), torch.tensor([[0, 1, 1], [1, 0, 0], [0, 0, 1]])
-    ids = torch.tensor([build_row([1, 2]), build_row([3])])[number]
+    x, numbers = scale_pixels(draw_pixels(8)), torch.tensor([[0, 1, 1], [1, 0, 0], [0, 0, 1]])
+    ids = torch.tensor([build_row([1, 2]), build_row([3])])[numbers]
     gradients = []
-    for numbers in (None, number):
+    for caption_numbers in (None, numbers):
         clip.zero_grad()
-        clip(x, ids, numbers).scores.square().sum().backward()
-        gradients.append({n: p.grad.clone() for n, p in clip.named_parameters() if p.grad is not None})
+        clip(x, ids, caption_numbers).scores.square().sum().backward()
+        gradients.append({name: p.grad.clone() for name, p in clip.named_parameters() if p.grad is not None})
     assert gradients[0].keys() == {name for name, _ in clip.named_parameters()}, "every parameter gets a gradient"
     for name, expected in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], expected, atol=2e-3, rtol=1e-4, msg=name)
@@ -178,20 +179,20 @@ def test_gradient_is_deterministic_with_two_threads() -> None:
         build_clip_shape(wide, image_size=8, vocab_size=20, bos=BOS, eos=EOS, padding=EOS), 0, negatives=15
     )
     rng = np.random.default_rng(0)
-    numbers = torch.from_numpy(rng.integers(0, 120, (64, 16)))
-    rows = torch.tensor([build_row([int(n) % 18, int(n) // 18 + 1]) for n in range(120)])
+    caption_numbers = torch.from_numpy(rng.integers(0, 120, (64, 16)))
+    captions = torch.tensor([build_row([n % 18, n // 18 + 1]) for n in range(120)])
     pixels = torch.from_numpy(rng.uniform(-1, 1, (64, 8, 8, 3)).astype(np.float32))
-    before, distinct = torch.get_num_threads(), set()
+    num_threads, distinct_gradients = torch.get_num_threads(), set()
     torch.set_num_threads(2)
     try:
         for _ in range(12):
             model.zero_grad()
-            model(pixels, rows[numbers], numbers).scores.square().sum().backward()
+            model(pixels, captions[caption_numbers], caption_numbers).scores.square().sum().backward()
             gradients = [p.grad.numpy().tobytes() for p in model.parameters() if p.grad is not None]
-            distinct.add(b"".join(gradients))
+            distinct_gradients.add(b"".join(gradients))
     finally:
-        torch.set_num_threads(before)
-    assert len(distinct) == 1
+        torch.set_num_threads(num_threads)
+    assert len(distinct_gradients) == 1
 
 
 def test_initial_offset_matches_one_positive_pair() -> None:

@@ -19,10 +19,10 @@ GRIDS = {1: (24,), 2: (16, 24), 3: (5, 8, 12)}
 
 
 def small_shape(kind: str = "levels", **changes: Any) -> CodesShape:
-    inner = AutoencoderShape(
+    autoencoder = AutoencoderShape(
         **{"channels": 3, "latent_channels": 4, "widths": (16, 32), "layers_per_block": 1, "norm_groups": 8, **changes}
     )
-    return CodesShape(autoencoder=inner, **KINDS[kind])
+    return CodesShape(autoencoder=autoencoder, **KINDS[kind])
 
 
 def small_model(kind: str = "levels", **changes: Any) -> CodeAutoencoder:
@@ -37,42 +37,42 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("levels", [(8, 5, 5, 5), (2, 3), (4,), (7, 2, 6), (255, 254)])
 def test_codes_round_trip_through_vectors(levels: tuple[int, ...]) -> None:
-    scalars = FiniteScalarQuantizer(levels)
+    quantizer = FiniteScalarQuantizer(levels)
     codes = torch.arange(math.prod(levels))
-    vectors = scalars.embed_codes(codes)
+    vectors = quantizer.embed_codes(codes)
     assert len(vectors.unique(dim=0)) == len(codes)
     assert vectors.min() >= -1
     assert vectors.max() <= 1
-    assert torch.equal(scalars.nearest_codes(vectors), codes)
+    assert torch.equal(quantizer.nearest_codes(vectors), codes)
 
 
 @pytest.mark.parametrize("levels", [(8, 5, 5, 5), (2, 3), (255, 254)])
 def test_every_level_is_reachable_and_bounded(levels: tuple[int, ...]) -> None:
-    scalars = FiniteScalarQuantizer(levels)
+    quantizer = FiniteScalarQuantizer(levels)
     line = torch.linspace(-12, 12, 20_001)
-    for channel, level in enumerate(levels):
+    for channel, num_levels in enumerate(levels):
         z = torch.zeros(len(line), len(levels))
         z[:, channel] = line
-        vectors, codes, _, _ = scalars(z)
-        assert len(vectors[:, channel].unique()) == level
+        vectors, codes, _, _ = quantizer(z)
+        assert len(vectors[:, channel].unique()) == num_levels
         assert (vectors[:, channel].diff() >= 0).all()
-        assert torch.equal(scalars.nearest_codes(vectors), codes)
-    vectors, codes, _, _ = scalars(torch.tensor([math.inf, -math.inf, 1e4, -1e4])[:, None].expand(4, len(levels)))
+        assert torch.equal(quantizer.nearest_codes(vectors), codes)
+    vectors, codes, _, _ = quantizer(torch.tensor([math.inf, -math.inf, 1e4, -1e4])[:, None].expand(4, len(levels)))
     assert codes.tolist() == [math.prod(levels) - 1, 0] * 2
-    assert (scalars(torch.zeros(1, len(levels)))[0] == 0).all()
+    assert (quantizer(torch.zeros(1, len(levels)))[0] == 0).all()
 
 
 def test_level_boundaries_match_the_paper() -> None:
     """With 8 levels, bound(z) = 3.5035 tanh(z + s) - 0.5 with tanh(s) = 0.5 / 3.5035, and it is rounded."""
-    half, scalars = 3.5035, FiniteScalarQuantizer((8,))
+    half_range, quantizer = 3.5035, FiniteScalarQuantizer((8,))
     for level in range(-3, 4):
-        change = math.atanh((level - 0.5 + 0.5) / half) - math.atanh(0.5 / half)
-        around = torch.tensor([[change - 1e-3], [change + 1e-3]])
-        assert (4 * scalars(around)[0]).flatten().tolist() == [level - 1, level]
+        boundary = math.atanh((level - 0.5 + 0.5) / half_range) - math.atanh(0.5 / half_range)
+        both_sides = torch.tensor([[boundary - 1e-3], [boundary + 1e-3]])
+        assert (4 * quantizer(both_sides)[0]).flatten().tolist() == [level - 1, level]
 
 
 def test_a_code_is_read_in_mixed_radix() -> None:
-    """In (8, 5, 5, 5) the first level is the lowest digit."""
+    """In (8, 5, 5, 5) the first channel is the lowest digit."""
     assert FiniteScalarQuantizer((8, 5, 5, 5)).embed_codes(torch.tensor(7 + 8 * (4 + 5 * (0 + 5 * 2)))).tolist() == [
         0.75,
         1,
@@ -102,8 +102,8 @@ def test_decoding_codes_equals_the_reconstruction(kind: str, dims: Any) -> None:
     assert codes.min() >= 0
     assert codes.max() < model.num_codes == (1000 if kind == "levels" else 64)
     assert len(codes.unique()) > 8
-    reconstruction, same, _, _ = model(x)
-    assert torch.equal(same, codes)
+    reconstruction, forward_codes, _, _ = model(x)
+    assert torch.equal(forward_codes, codes)
     torch.testing.assert_close(model.decode(codes), reconstruction, atol=1e-6, rtol=1e-5)
     assert reconstruction.shape == x.shape
 
@@ -122,16 +122,17 @@ def test_reconstruction_gradient_reaches_the_encoder_and_changes_no_state(kind: 
 
 def test_codebook_and_commitment_losses_train_separate_parameters() -> None:
     book, z = Codebook(16, 4), draw(2, 5, 4).requires_grad_()
-    _, codes, codebook, commitment = book(z)
-    torch.testing.assert_close(codebook, commitment)
-    assert codebook.shape == (2,)
-    (into_book,) = torch.autograd.grad(codebook.sum(), book.embedding.weight, retain_graph=True)
-    assert (into_book.abs().sum(1) > 0).nonzero()[:, 0].tolist() == codes.unique().tolist()
-    assert torch.autograd.grad(codebook.sum(), z, retain_graph=True, allow_unused=True) == (None,)
-    assert torch.autograd.grad(commitment.sum(), book.embedding.weight, retain_graph=True, allow_unused=True) == (None,)
-    (into_z,) = torch.autograd.grad(commitment.sum(), z)
-    closer = book((z - 0.1 * into_z).detach())[3]
-    assert (closer < commitment).all()
+    weight = book.embedding.weight
+    _, codes, codebook_loss, commitment_loss = book(z)
+    torch.testing.assert_close(codebook_loss, commitment_loss)
+    assert codebook_loss.shape == (2,)
+    (weight_grad,) = torch.autograd.grad(codebook_loss.sum(), weight, retain_graph=True)
+    assert (weight_grad.abs().sum(1) > 0).nonzero()[:, 0].tolist() == codes.unique().tolist()
+    assert torch.autograd.grad(codebook_loss.sum(), z, retain_graph=True, allow_unused=True) == (None,)
+    assert torch.autograd.grad(commitment_loss.sum(), weight, retain_graph=True, allow_unused=True) == (None,)
+    (z_grad,) = torch.autograd.grad(commitment_loss.sum(), z)
+    new_commitment_loss = book((z - 0.1 * z_grad).detach())[3]
+    assert (new_commitment_loss < commitment_loss).all()
 
 
 @torch.no_grad()
@@ -185,7 +186,7 @@ def test_invalid_sides_are_named() -> None:
         ({"levels": (8, 8)}, "set latent_channels to 2"),
     ],
 )
-def test_invalid_codes_are_refused(fields: dict[str, Any], message: str) -> None:
-    inner = AutoencoderShape(channels=3, latent_channels=4, widths=(16, 32))
+def test_invalid_quantizer_is_refused(fields: dict[str, Any], message: str) -> None:
+    autoencoder = AutoencoderShape(channels=3, latent_channels=4, widths=(16, 32))
     with pytest.raises(ValidationError, match=message):
-        CodesShape(autoencoder=inner, **fields)
+        CodesShape(autoencoder=autoencoder, **fields)

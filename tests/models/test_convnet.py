@@ -14,8 +14,8 @@ from bottega.models.convnet.torch import Block, ConvNet
 from bottega.models.initial_conv import initialise_convolutional
 
 
-def build_net(grid: tuple[int, ...], *, channels: int = 1, seed: int = 0, **more: object) -> ConvNet:
-    shape = ConvNetShape(grid=grid, channels=channels, num_labels=5, **{"hidden_size": 8, **more})  # type: ignore[arg-type]
+def build_net(grid: tuple[int, ...], *, channels: int = 1, seed: int = 0, **changes: object) -> ConvNet:
+    shape = ConvNetShape(grid=grid, channels=channels, num_labels=5, **{"hidden_size": 8, **changes})  # type: ignore[arg-type]
     model = ConvNet(shape)
     initialise_convolutional(model, seed, residual_layers=len(model.blocks))
     return model.eval()
@@ -90,21 +90,21 @@ def test_initial_weights_depend_on_seed_and_name_and_preserve_the_scale() -> Non
     assert all(torch.equal(first[name], repeated[name]) for name in first)
     assert not torch.equal(first["stem.weight"], other["stem.weight"])
     deep = build_net((28, 28), num_layers=8, hidden_size=32)
-    sizes: list[float] = []
+    deviations: list[float] = []
     for block in deep.blocks:
-        block.register_forward_hook(lambda module, args, out: sizes.append(out.std().item()))
+        block.register_forward_hook(lambda module, args, out: deviations.append(out.std().item()))
     logits = deep(draw_samples((28, 28), count=8))
     # No stage grows the residual stream beyond its 24 additions, and initially no class is preferred.
-    assert min(sizes) > 0.1
-    assert max(sizes) < 4
+    assert min(deviations) > 0.1
+    assert max(deviations) < 4
     assert torch.nn.functional.cross_entropy(logits, torch.zeros(8).long()).item() == pytest.approx(math.log(5), abs=1)
 
 
 def test_checkpointing_changes_no_gradient() -> None:
     x, gradients = draw_samples((8, 8)), []
-    for is_on in (False, True):
+    for checkpoint_blocks in (False, True):
         model = build_net((8, 8), num_layers=2, dropout=0.0).train()
-        model.checkpoint_blocks = is_on
+        model.checkpoint_blocks = checkpoint_blocks
         model(x).square().sum().backward()
         gradients.append([p.grad for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True) if a is not None and b is not None)
@@ -119,7 +119,7 @@ def test_dropout_acts_in_training_only() -> None:
 
 @pytest.mark.parametrize("grid", [(8, 8), (4, 8, 8)])
 def test_norms_after_frozen_layers_get_gradients(grid: tuple[int, ...]) -> None:
-    """torch's own group norm crashes the process here, so it runs in a subprocess first."""
+    """torch's own group norm crashes the process here, so ours is tried in a subprocess first."""
     model = build_net(grid)
     model.stem.requires_grad_(False)
     code = "\n".join(

@@ -60,15 +60,15 @@ def name(request: pytest.FixtureRequest) -> str:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", ["transformer", "ssm", "moe", "hybrid"])
-def test_named_size_has_the_documented_active_parameters_in_every_kind(kind: Any, size: str) -> None:
-    vocab_size, declared = DOCUMENTED_PARAMETERS[size]
+def test_named_size_has_the_documented_number_of_active_parameters(kind: Any, size: str) -> None:
+    vocab_size, documented = DOCUMENTED_PARAMETERS[size]
     shape = TransformerShape(vocab_size=vocab_size, **resolve_shape_fields(kind, size, {}))
     assert infer_decoder_kind(shape) == kind
     with torch.device("meta"):
         counted = sum(p.numel() for p in Transformer(shape).parameters())
     assert shape.num_parameters() == counted
-    assert abs(shape.num_active_parameters() / declared - 1) < 0.02
-    assert (shape.num_parameters() > 2 * declared) == (kind == "moe"), "only MoE has inactive parameters"
+    assert abs(shape.num_active_parameters() / documented - 1) < 0.02
+    assert (shape.num_parameters() > 2 * documented) == (kind == "moe"), "only MoE has inactive parameters"
 
 
 def test_parameters_are_counted_in_closed_form(name: str) -> None:
@@ -81,31 +81,34 @@ def test_parameters_are_counted_in_closed_form(name: str) -> None:
     assert model.shape.num_parameters() - model.shape.num_active_parameters() == unused
 
 
-def test_flops_per_token_count_active_parameters() -> None:
+def test_flops_per_token_count_active_parameters_only() -> None:
     dense, moe = small_shape("transformer", intermediate_size=48), small_shape("moe")
-    routers = 6 * 4 * 4 * 32
-    assert moe.flops_per_token() == dense.flops_per_token() + routers
+    router_flops = 6 * 4 * 4 * 32
+    assert moe.flops_per_token() == dense.flops_per_token() + router_flops
+
+
+def test_flops_per_token_of_an_ssm_do_not_depend_on_the_length() -> None:
     ssm = small_shape("ssm")
-    assert ssm.flops_per_token(10) == ssm.flops_per_token(100_000), "the state size is constant"
+    assert ssm.flops_per_token(10) == ssm.flops_per_token(100_000)
 
 
 def test_shape_round_trips_through_recipe_keys(name: str) -> None:
     shape = small_shape(name)
     keys = shape_to_recipe_keys(shape)
     kind: Any = keys.pop("kind")
-    unset = {key for key, value in keys.items() if value is None or value == 0}
-    fields = resolve_shape_fields(kind, None, {key: value for key, value in keys.items() if key not in unset})
+    options = {key: value for key, value in keys.items() if value is not None and value != 0}
+    fields = resolve_shape_fields(kind, None, options)
     assert TransformerShape(**fields) == shape
 
 
-def test_attention_is_every_nth_layer() -> None:
+def test_attention_is_in_every_nth_layer_only() -> None:
     assert list_layer_mixers(5, attention_every=2) == ("ssm", "attention", "ssm", "attention", "ssm")
     assert list_layer_mixers(2, attention_every=4) == ("ssm", "ssm")
     assert list_layer_mixers(2, attention_every=1) == ("attention", "attention")
     assert list_layer_mixers(2, attention_every=None) == ("ssm", "ssm")
 
 
-def test_impossible_shapes_name_the_remedy() -> None:
+def test_impossible_shape_is_refused_by_the_name_of_its_field() -> None:
     experts = ExpertsShape(hidden_size=32, expert_size=8, num_experts=4)
     dense = small_shape("transformer").model_dump()
     for change, message in (
@@ -125,11 +128,11 @@ def test_impossible_shapes_name_the_remedy() -> None:
             TransformerShape(**{**dense, **change})
 
 
-def test_shape_of_older_runs_still_loads() -> None:
-    """shape.json files of older runs lack the new fields."""
+def test_plain_transformer_has_the_shape_and_names_of_older_runs() -> None:
+    """shape.json files of older runs lack the fields of state spaces and experts."""
     shape = small_shape("transformer")
-    old = shape.model_dump(exclude={"mixers", "ssm", "experts", "experts_every"})
-    assert TransformerShape(**old) == shape
+    old_fields = shape.model_dump(exclude={"mixers", "ssm", "experts", "experts_every"})
+    assert TransformerShape(**old_fields) == shape
     assert list(Transformer(shape).state_dict())[1:4] == [
         f"model.layers.0.self_attn.{part}_proj.weight" for part in ("q", "k", "v")
     ]
@@ -150,7 +153,7 @@ def test_rows_are_independent(name: str) -> None:
     torch.testing.assert_close(model(tokens)[1:3], model(tokens[1:3]), atol=1e-5, rtol=0)
 
 
-def test_loss_is_the_sum_over_counted_targets(name: str) -> None:
+def test_loss_and_routing_leave_out_ignored_targets(name: str) -> None:
     model, tokens, targets = small_model(name).eval(), draw_tokens(), draw_tokens(seed=1)
     targets[0, 5:9] = -100
     expected = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), reduction="sum")
@@ -158,15 +161,15 @@ def test_loss_is_the_sum_over_counted_targets(name: str) -> None:
     if model.shape.experts is None:
         torch.testing.assert_close(output, expected)
         return
-    total, routed = output
+    total, routings = output
     torch.testing.assert_close(total, expected)
-    assert len(routed) == len(model.shape.expert_layers)
-    for routing in routed:
+    assert len(routings) == len(model.shape.expert_layers)
+    for routing in routings:
         assert routing.tokens == 2 * T - 4
         assert routing.load.sum() == (2 * T - 4) * model.shape.experts.top_k
-    logits, masked_routing = model(tokens, token_mask=targets != -100)
+    logits, masked_routings = model(tokens, token_mask=targets != -100)
     torch.testing.assert_close(logits, model(tokens))
-    torch.testing.assert_close(masked_routing[0].balance, routed[0].balance)
+    torch.testing.assert_close(masked_routings[0].balance, routings[0].balance)
 
 
 def test_cached_decoding_equals_the_full_pass(name: str) -> None:
@@ -182,15 +185,15 @@ def test_cached_decoding_equals_the_full_pass(name: str) -> None:
     torch.testing.assert_close(torch.cat(pieces, dim=1), expected, atol=1e-5, rtol=0)
 
 
-def test_padding_does_not_enter_the_cache(name: str) -> None:
+def test_padding_of_a_prompt_has_no_effect_on_the_next_token(name: str) -> None:
     model, tokens = small_model(name).eval(), draw_tokens()
     with torch.no_grad():
         expected = model(tokens)
-        for filling in (0, 7):
+        for padding_id in (0, 7):
             cache = DecoderCache.empty(model.shape, batch_size=2)
-            filled = tokens[:, :12].clone()
-            filled[1, 5:] = filling
-            model.hidden(filled, cache=cache, lengths=[12, 5])
+            prompts = tokens[:, :12].clone()
+            prompts[1, 5:] = padding_id
+            model.hidden(prompts, cache=cache, lengths=[12, 5])
             step = torch.stack((tokens[0, 12:13], tokens[1, 5:6]))
             logits = model(step, cache=cache, position=[12, 5])
             torch.testing.assert_close(logits[0, 0], expected[0, 12], atol=1e-5, rtol=0)
@@ -229,11 +232,11 @@ def test_checkpointing_blocks_changes_no_gradient(name: str, dropout: float) -> 
         model.checkpoint_blocks = checkpoint_blocks
         torch.manual_seed(0)
         output = model(tokens, draw_tokens(seed=1))
-        cost, *routed = output if isinstance(output, tuple) else (output,)
-        for layers in routed:
-            cost = cost + sum(layer.balance + layer.z for layer in layers)
-            balances.append([layer.balance.item() for layer in layers])
-        cost.backward()
+        loss, routings = output if isinstance(output, tuple) else (output, ())
+        if routings:
+            loss = loss + sum(routing.balance + routing.z for routing in routings)
+            balances.append([routing.balance.item() for routing in routings])
+        loss.backward()
         gradients.append({name: p.grad for name, p in model.named_parameters()})
     assert not balances or balances[0] == balances[1]
     for parameter, gradient in gradients[0].items():
@@ -243,9 +246,10 @@ def test_checkpointing_blocks_changes_no_gradient(name: str, dropout: float) -> 
 
 # torch.compile itself accesses .grad of non-leaf tensors.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-@pytest.mark.parametrize(("name", "kinds"), [("moe", 0), ("ssm", 1), ("hybrid", 2), ("ssm-experts", 1)])
-def test_blocks_compile_once_per_kind(name: str, kinds: int) -> None:
-    """Experts are captured only with the grouped GPU kernel; otherwise a graph would run every expert on every token."""
+@pytest.mark.parametrize(("name", "num_graphs"), [("moe", 0), ("ssm", 1), ("hybrid", 2), ("ssm-experts", 1)])
+def test_blocks_without_experts_compile_once_per_kind_of_block(name: str, num_graphs: int) -> None:
+    """Blocks with experts are compiled only with the grouped GPU kernel; otherwise a graph would run every expert on every
+    token."""
     torch._dynamo.reset()
     model, tokens, targets = small_model(name), draw_tokens(), draw_tokens(seed=1)
     output = model(tokens, targets)
@@ -253,9 +257,9 @@ def test_blocks_compile_once_per_kind(name: str, kinds: int) -> None:
     compilations = compile_and_count(model)
     output = model(tokens, targets)
     torch.testing.assert_close(output[0] if isinstance(output, tuple) else output, expected)
-    assert len(compilations) == kinds
+    assert len(compilations) == num_graphs
     model.eval()(tokens, targets)
-    assert len(compilations) == kinds
+    assert len(compilations) == num_graphs
     assert all(block.compiled is not None for block in model.model.layers if isinstance(block, Block))
 
 

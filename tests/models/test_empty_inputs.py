@@ -53,13 +53,11 @@ def test_chunk_of_zero_is_refused() -> None:
     ids=str,
 )
 @pytest.mark.parametrize("size", [(0, D), (0, 3, D), (2, 0, D)], ids=str)
-@pytest.mark.parametrize("is_counted", [False, True])
-def test_experts_on_zero_tokens_give_zero_sums(
-    options: dict[str, Any], size: tuple[int, ...], is_counted: bool
-) -> None:
+@pytest.mark.parametrize("has_mask", [False, True])
+def test_experts_on_zero_tokens_give_zero_sums(options: dict[str, Any], size: tuple[int, ...], has_mask: bool) -> None:
     layer = Experts(ExpertsShape(hidden_size=D, expert_size=4, num_experts=4, top_k=2, **options))
     x = torch.zeros(size, requires_grad=True)
-    out, routing = layer(x, token_mask=torch.zeros(size[:-1]) if is_counted else None)
+    out, routing = layer(x, token_mask=torch.zeros(size[:-1]) if has_mask else None)
     assert out.shape == size
     assert routing.chosen.shape == (*size[:-1], 2)
     sums = (routing.balance, routing.z, routing.dropped, routing.entropy, routing.tokens, *routing.load)

@@ -60,17 +60,17 @@ def compute_reference(
     model: Experts, x: Tensor, *, keep: Callable[[int, int], bool] = lambda token, choice: True
 ) -> Tensor:
     """Compute token by token: the chosen experts, weighted by their gates."""
-    form, router = model.shape, model.router
+    shape, router = model.shape, model.router
     assert router.weight is not None
     out = []
     for n, token in enumerate(x):
         logits = router.weight @ token
-        scores = logits.softmax(-1) if form.gate == "softmax" else logits.sigmoid()
-        ranked = scores + router.bias if form.balance == "bias" else scores
-        chosen = ranked.argsort(descending=True)[: form.top_k].tolist()
-        total = sum(scores[e] for e in chosen) if form.top_k > 1 else 1.0
-        answers = [scores[e] / total * run_expert(model, e, token) for j, e in enumerate(chosen) if keep(n, j)]
-        out.append(sum(answers, torch.zeros_like(token)) + (0 if model.shared is None else model.shared(token)))
+        scores = logits.softmax(-1) if shape.gate == "softmax" else logits.sigmoid()
+        ranking_scores = scores + router.bias if shape.balance == "bias" else scores
+        chosen = ranking_scores.argsort(descending=True)[: shape.top_k].tolist()
+        total = sum(scores[e] for e in chosen) if shape.top_k > 1 else 1.0
+        outputs = [scores[e] / total * run_expert(model, e, token) for j, e in enumerate(chosen) if keep(n, j)]
+        out.append(sum(outputs, torch.zeros_like(token)) + (0 if model.shared is None else model.shared(token)))
     return torch.stack(out)
 
 
@@ -80,10 +80,10 @@ def compute_gradients(model: Experts, out: Tensor, x: Tensor) -> list[Tensor]:
     )
 
 
-FORMS = list(itertools.product(("softmax", "sigmoid"), (1, 2, E), ("swiglu", "gelu")))
+VARIANTS = list(itertools.product(("softmax", "sigmoid"), (1, 2, E), ("swiglu", "gelu")))
 
 
-@pytest.mark.parametrize(("gate", "k", "activation"), FORMS)
+@pytest.mark.parametrize(("gate", "k", "activation"), VARIANTS)
 def test_output_is_the_gate_weighted_sum_of_experts(gate: str, k: int, activation: str) -> None:
     model = build_layer(gate=gate, top_k=k, activation=activation, num_shared=k % 2, balance="bias").double()
     model.router.bias.copy_(torch.tensor([0.3, -0.2, 0.0, 0.1]))
@@ -107,10 +107,10 @@ def test_grouped_and_looped_experts_agree(k: int) -> None:
     stacks = weights.gate_proj, weights.up_proj, weights.down_proj
 
     def run_bf16(run: Callable[..., Tensor]) -> list[Tensor]:
-        small = tuple(stack.detach().bfloat16().requires_grad_() for stack in stacks)
+        bf16_stacks = tuple(stack.detach().bfloat16().requires_grad_() for stack in stacks)
         rows = x.bfloat16().requires_grad_()
-        out = dispatch.dispatch_sorted(rows, chosen, gates, small, run=run)
-        return [out, *torch.autograd.grad(out.float().square().sum(), [rows, *small])]
+        out = dispatch.dispatch_sorted(rows, chosen, gates, bf16_stacks, run=run)
+        return [out, *torch.autograd.grad(out.float().square().sum(), [rows, *bf16_stacks])]
 
     for actual, expected in zip(run_bf16(dispatch.run_grouped), run_bf16(dispatch.run_loop), strict=True):
         assert float((actual - expected).detach().abs().max()) < 0.02 * float(expected.detach().abs().max())
@@ -141,13 +141,14 @@ def test_samples_are_independent(k: int) -> None:
     torch.testing.assert_close(model(x.view(1, 31, D))[0][0], out)
 
 
-def reference_full(chosen: Tensor, capacity: int) -> list[list[bool]]:
-    taken, full = [0] * E, []
-    for token in chosen.tolist():
-        full.append([taken[e] >= capacity for e in token])
-        for e in token:
-            taken[e] += 1
-    return full
+def find_over_capacity(chosen: Tensor, capacity: int) -> list[list[bool]]:
+    """Return for each token which of its choices are over capacity, counted one by one."""
+    counts, over_capacity = [0] * E, []
+    for experts in chosen.tolist():
+        over_capacity.append([counts[e] >= capacity for e in experts])
+        for e in experts:
+            counts[e] += 1
+    return over_capacity
 
 
 @pytest.mark.parametrize(
@@ -157,12 +158,13 @@ def test_choices_beyond_capacity_are_dropped_and_counted(changes: dict[str, Any]
     model, x = build_layer(top_k=2, num_shared=1, **changes), draw_inputs(3, 10)
     assert model.shape.capacity_for(10) == capacity
     out, routing = model(x)
-    dropped = 0
-    for row, answer, chosen in zip(x, out, routing.chosen, strict=True):
-        full = reference_full(chosen, capacity)
-        dropped += sum(map(sum, full))
-        torch.testing.assert_close(answer, compute_reference(model, row, keep=lambda n, j, full=full: not full[n][j]))
-    assert int(routing.dropped) == dropped > 0
+    num_dropped = 0
+    for row, row_out, chosen in zip(x, out, routing.chosen, strict=True):
+        dropped = find_over_capacity(chosen, capacity)
+        num_dropped += sum(map(sum, dropped))
+        expected = compute_reference(model, row, keep=lambda n, j, dropped=dropped: not dropped[n][j])
+        torch.testing.assert_close(row_out, expected)
+    assert int(routing.dropped) == num_dropped > 0
     assert int(routing.load.sum()) == 3 * 10 * 2
 
 
@@ -179,12 +181,12 @@ def test_later_tokens_never_take_capacity_of_earlier_ones() -> None:
 def test_padding_takes_no_capacity_and_enters_no_sum() -> None:
     model, x = build_layer(top_k=2, capacity_factor=1.0), draw_inputs(2, 8)
     padded = torch.cat((torch.full((2, 4, D), 5.0), x, draw_inputs(2, 7, seed=5)), dim=1)
-    counted = torch.zeros(2, 19)
-    counted[:, 4:12] = 1
-    (out, routing), (wide, other) = model(x), model(padded, token_mask=counted)
-    torch.testing.assert_close(wide[:, 4:12], out)
+    token_mask = torch.zeros(2, 19)
+    token_mask[:, 4:12] = 1
+    (out, routing), (padded_out, padded_routing) = model(x), model(padded, token_mask=token_mask)
+    torch.testing.assert_close(padded_out[:, 4:12], out)
     for name in ("balance", "z", "load", "dropped", "entropy", "tokens"):
-        torch.testing.assert_close(getattr(other, name), getattr(routing, name))
+        torch.testing.assert_close(getattr(padded_routing, name), getattr(routing, name))
     assert float(routing.dropped) > 0
 
 
@@ -275,16 +277,16 @@ def test_balancing_evens_out_a_skewed_load(seed: int) -> None:
 
 
 def test_router_update_matches_the_paper() -> None:
-    form = build_shape(balance="bias", bias_rate=0.25, load_decay=0.75)
+    shape = build_shape(balance="bias", bias_rate=0.25, load_decay=0.75)
     load, bias = torch.tensor([0.4, 0.3, 0.2, 0.1]), torch.tensor([0.0, 1.0, 0.0, 0.0])
     tensors, stats = {"m.router.load": load, "m.router.bias": bias}, {"m.load": torch.tensor([6.0, 2.0, 0.0, 0.0])}
-    new = update_router_state(tensors, stats, name="m", shape=form)
+    new = update_router_state(tensors, stats, name="m", shape=shape)
     torch.testing.assert_close(new["m.router.load"], 0.75 * load + 0.25 * torch.tensor([0.75, 0.25, 0.0, 0.0]))
     assert new["m.router.bias"].tolist() == [-0.25, 1.0, 0.25, 0.25]
-    unchanged = update_router_state(tensors, {"m.load": torch.zeros(E)}, name="m", shape=form)
+    unchanged = update_router_state(tensors, {"m.load": torch.zeros(E)}, name="m", shape=shape)
     assert torch.equal(unchanged["m.router.load"], load)
     assert torch.equal(unchanged["m.router.bias"], bias)
-    assert load.tolist() == pytest.approx([0.4, 0.3, 0.2, 0.1])  # pure
+    assert load.tolist() == pytest.approx([0.4, 0.3, 0.2, 0.1]), "the update is not in place"
 
 
 def test_bias_affects_selection_but_not_the_gate() -> None:
@@ -319,7 +321,7 @@ def test_expert_dropout_depends_on_the_step_and_leaves_top_k() -> None:
 
 
 def test_expert_dropout_depends_on_the_seed_from_the_first_step() -> None:
-    def left_out(seed: int) -> list[list[float]]:
+    def record_dropped_experts(seed: int) -> list[list[float]]:
         model = torch.nn.Module()
         model.add_module("layer", build_layer(top_k=2, expert_dropout=0.6))
         drop_initial_experts(model, seed)
@@ -329,13 +331,14 @@ def test_expert_dropout_depends_on_the_seed_from_the_first_step() -> None:
             update_router(model.layer, model.layer(draw_inputs(20))[1], step, seed=seed)
         return history
 
-    assert left_out(0) == left_out(0)
-    assert left_out(0) != left_out(1)
-    assert any(any(left_out(seed)[0]) for seed in range(3)), "the first step drops experts too"
-    own, twin = (torch.nn.ModuleDict({name: build_layer(expert_dropout=0.6, num_experts=16)}) for name in ("a", "b"))
-    for model in (own, twin):
-        drop_initial_experts(model, 0)
-    assert not torch.equal(own["a"].router.get_buffer("absent"), twin["b"].router.get_buffer("absent"))
+    assert record_dropped_experts(0) == record_dropped_experts(0)
+    assert record_dropped_experts(0) != record_dropped_experts(1)
+    assert any(any(record_dropped_experts(seed)[0]) for seed in range(3)), "the first step drops experts too"
+    layers = torch.nn.ModuleDict({name: build_layer(expert_dropout=0.6, num_experts=16) for name in ("a", "b")})
+    drop_initial_experts(layers, 0)
+    assert not torch.equal(layers["a"].router.get_buffer("absent"), layers["b"].router.get_buffer("absent")), (
+        "layers drop different experts"
+    )
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 500])
@@ -355,12 +358,12 @@ def test_load_entropy_values() -> None:
 
 
 def test_dropped_expert_keeps_its_bias() -> None:
-    form = build_shape(balance="bias", expert_dropout=0.5)
+    shape = build_shape(balance="bias", expert_dropout=0.5)
     names = ("load", "bias", "absent")
     values = (torch.full((E,), 0.25), torch.zeros(E), torch.tensor([1.0, 0.0, 0.0, 0.0]))
     tensors = {f"m.router.{name}": value for name, value in zip(names, values, strict=True)}
     new = update_router_state(
-        tensors, {"m.load": torch.tensor([0.0, 4.0, 4.0, 4.0])}, name="m", shape=form, rng=Noise(0, 0, ())
+        tensors, {"m.load": torch.tensor([0.0, 4.0, 4.0, 4.0])}, name="m", shape=shape, rng=Noise(0, 0, ())
     )
     assert new["m.router.bias"].tolist() == [0, 0, 0, 0]
     torch.testing.assert_close(new["m.router.load"], torch.full((E,), 0.25))
@@ -381,18 +384,18 @@ def test_given_logits_replace_the_router() -> None:
     targets = torch.tensor([3, 1, 0, 0, 2, 1])
     routing = model(x, logits=20.0 * F.one_hot(targets, E))[1]
     assert routing.chosen[:, 0].tolist() == targets.tolist()
-    own = model(x)[1].logits
-    torch.testing.assert_close(model(x, logits=own)[0], model(x)[0])
+    router_logits = model(x)[1].logits
+    torch.testing.assert_close(model(x, logits=router_logits)[0], model(x)[0])
 
 
 def test_router_runs_in_float32_under_autocast() -> None:
     model, x = build_layer(top_k=2), draw_inputs(2, 20)
     routing = model(x)[1]
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        out, short = model(x)
+        out, autocast_routing = model(x)
     assert out.dtype is torch.bfloat16
-    assert torch.equal(short.logits, routing.logits)
-    assert torch.equal(short.chosen, routing.chosen)
+    assert torch.equal(autocast_routing.logits, routing.logits)
+    assert torch.equal(autocast_routing.chosen, routing.chosen)
     assert float((out - model(x)[0]).detach().abs().max()) < 0.05
 
 
@@ -431,11 +434,11 @@ def test_initial_weights_preserve_the_signal_scale() -> None:
     [{}, {"activation": "gelu"}, {"num_shared": 2, "shared_size": 5}, {"top_k": 3}, {"router": "spiking"}],
 )
 def test_parameters_are_counted_exactly(changes: dict[str, Any]) -> None:
-    form = build_shape(**changes)
-    model = Experts(form)
-    assert form.num_parameters() == sum(p.numel() for p in model.parameters())
-    idle = (form.num_experts - form.top_k) * sum(p[0].numel() for p in model.experts.parameters())
-    assert form.num_active_parameters() == form.num_parameters() - idle
+    shape = build_shape(**changes)
+    model = Experts(shape)
+    assert shape.num_parameters() == sum(p.numel() for p in model.parameters())
+    num_idle = (shape.num_experts - shape.top_k) * sum(p[0].numel() for p in model.experts.parameters())
+    assert shape.num_active_parameters() == shape.num_parameters() - num_idle
 
 
 def test_spiking_router_gets_gradients_and_reports_rates() -> None:
@@ -458,33 +461,33 @@ def test_router_and_experts_are_shareable_layers() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised by the compiler
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-@pytest.mark.parametrize("forced", [False, True])
-def test_compiles_fully_with_the_grouped_kernel_or_breaks_the_graph(
-    forced: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("use_grouped", [False, True])
+def test_layer_compiles_to_one_graph_with_the_grouped_kernel_only(
+    use_grouped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The grouped kernel needs no host sync. Without it, a single graph would run every expert on every token."""
     model, x = build_layer(top_k=2, capacity_factor=1.0, balance="bias", num_shared=1), draw_inputs(2, 8)
-    if forced:
+    if use_grouped:
         monkeypatch.setattr(dispatch, "can_use_grouped_mm", lambda x, weight: True)
-    multiplied: list[int] = []
-    looped = dispatch.run_loop
-    monkeypatch.setattr(dispatch, "run_loop", lambda x, *rest: multiplied.append(len(x)) or looped(x, *rest))
-    assert model.experts.can_capture_graph(x) is forced
+    looped_rows: list[int] = []
+    run_loop = dispatch.run_loop
+    monkeypatch.setattr(dispatch, "run_loop", lambda x, *args: looped_rows.append(len(x)) or run_loop(x, *args))
+    assert model.experts.can_capture_graph(x) is use_grouped
     torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=forced, dynamic=False, backend="aot_eager")
+    compiled = torch.compile(model, fullgraph=use_grouped, dynamic=False, backend="aot_eager")
 
-    def run(called: Any) -> list[Tensor]:
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=forced):
-            out, routing = called(x)
+    def run(layer: Any) -> list[Tensor]:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=use_grouped):
+            out, routing = layer(x)
         model.zero_grad()
         (out.float().square().sum() + routing.balance + routing.z).backward()
         return [out.detach().float(), routing.load, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
     for actual, expected in zip(run(compiled), run(model), strict=True):
-        assert float((actual - expected).abs().max()) <= (0.01 if forced else 1e-5) * max(
+        assert float((actual - expected).abs().max()) <= (0.01 if use_grouped else 1e-5) * max(
             1.0, float(expected.abs().max())
         )
-    assert multiplied == ([] if forced else [16 * 2] * 2)
+    assert looped_rows == ([] if use_grouped else [16 * 2] * 2)
 
 
 @pytest.mark.parametrize(

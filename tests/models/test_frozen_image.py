@@ -101,17 +101,19 @@ def encode_with_pipeline(
 
 
 def build_guided_predict(
-    model: FrozenImageModel, text: TextEmbeddings, none: TextEmbeddings
+    model: FrozenImageModel, text: TextEmbeddings, empty_text: TextEmbeddings
 ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """Return a prediction function with classifier-free guidance as in the pipelines."""
     if model.metadata.zero_unconditional:
-        none = TextEmbeddings(*(None if embeddings is None else torch.zeros_like(embeddings) for embeddings in text))  # type: ignore[arg-type]
+        empty_text = TextEmbeddings(
+            *(None if embeddings is None else torch.zeros_like(embeddings) for embeddings in text)
+        )  # type: ignore[arg-type]
 
     @torch.no_grad()
     def predict(x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
         with_text, without = (
             model.predict(x, time, embeddings.tokens, pooled=embeddings.pooled, image_size=SIDE)
-            for embeddings in (text, none)
+            for embeddings in (text, empty_text)
         )
         return without + GUIDANCE * (with_text - without)
 
@@ -275,7 +277,7 @@ def test_gradients_reach_the_condition_and_no_weight(name: str, models: dict[str
 
 
 @pytest.mark.parametrize("name", ["sd", "sdxl", "flow"])
-def test_checkpointing_saves_less_memory_with_the_same_gradients(
+def test_checkpointing_stores_less_for_backward_with_the_same_gradients(
     name: str, folders: dict[str, Path], models: dict[str, FrozenImageModel]
 ) -> None:
     """With frozen weights and dropout off, as an engine prepares frozen models."""
@@ -342,13 +344,14 @@ def test_exported_scheduler_config_reads_back_as_the_same_noise_path(
     assert MIN_SIGNAL_TO_NOISE == noise.MIN_RATIO
 
 
-def update_config(folder: Path, part: str, **values: Any) -> Path:
-    """Update one configuration file of a pipeline."""
-    file = folder / part
+def update_config(folder: Path, config: str, **values: Any) -> Path:
+    """Update one configuration file of a pipeline, such as unet/config.json."""
+    file = folder / config
     file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
     return folder
 
 
+# Case -> (family, configuration file, changed values, message)
 REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "width": ("sd", "unet/config.json", {"cross_attention_dim": 768}, "width 768 .*text_encoder. have width 16;"),
     "widths": ("sdxl", "unet/config.json", {"cross_attention_dim": 16}, "width 16 .*text_encoder_2. have width 40;"),
@@ -371,7 +374,7 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "no flow": ("flow", "scheduler/scheduler_config.json", {"_class_name": "DDIMScheduler", "beta_schedule": "linear",
                 "beta_start": 1e-4, "beta_end": 0.02}, "needs a flow-matching scheduler"),
     "custom pipeline": ("sd", "model_index.json", {"_class_name": ["mine", "Mine"]}, "custom code"),
-    "custom part": ("sd", "model_index.json", {"unet": ["mine", "Mine"]}, "takes unet from 'mine'"),
+    "custom component": ("sd", "model_index.json", {"unet": ["mine", "Mine"]}, "takes unet from 'mine'"),
     "remote code": ("sd", "text_encoder/config.json", {"auto_map": {"AutoModel": "mine.Mine"}}, "has auto_map"),
     "other unet": ("sd", "model_index.json", {"unet": ["diffusers", "UNetKandi3"]}, "has a UNetKandi3 as unet"),
     "other text": ("sd", "model_index.json", {"text_encoder": ["transformers", "BertModel"]}, "has a BertModel"),
@@ -390,9 +393,9 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_unsupported_pipeline_is_refused_in_one_line(case: str, copy: Callable[[str], Path]) -> None:
-    name, part, values, line = REFUSED[case]
-    folder = update_config(copy(name), part, **values)
-    with pytest.raises(UsageError, match=line) as caught:
+    name, config, values, message = REFUSED[case]
+    folder = update_config(copy(name), config, **values)
+    with pytest.raises(UsageError, match=message) as caught:
         read_pipeline_metadata(folder)
     assert "\n" not in str(caught.value)
     assert str(folder) in str(caught.value)
@@ -413,12 +416,12 @@ def test_incomplete_pipeline_folder_is_refused(copy: Callable[[str], Path], tmp_
         read_pipeline_metadata(folder)
 
 
-@pytest.mark.parametrize("part", ["unet", "text_encoder", "vae"])
-def test_missing_and_damaged_weights_are_errors(part: str, copy: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize("component", ["unet", "text_encoder", "vae"])
+def test_missing_and_damaged_weights_are_errors(component: str, copy: Callable[[str], Path]) -> None:
     from safetensors.torch import load_file, save_file
 
     folder = copy("sd")
-    (file,) = (folder / part).glob("*.safetensors")
+    (file,) = (folder / component).glob("*.safetensors")
     tensors = load_file(file)
     removed = sorted(tensors)[3]
     save_file({name: tensor for name, tensor in tensors.items() if name != removed}, file, metadata={"format": "pt"})
@@ -437,8 +440,8 @@ def test_fp16_files_are_loaded_when_no_others_exist(
     copy: Callable[[str], Path], models: dict[str, FrozenImageModel]
 ) -> None:
     folder = copy("sd")
-    for part, stem in (("unet", "diffusion_pytorch_model"), ("text_encoder", "model")):
-        (folder / part / f"{stem}.safetensors").rename(folder / part / f"{stem}.fp16.safetensors")
+    for component, stem in (("unet", "diffusion_pytorch_model"), ("text_encoder", "model")):
+        (folder / component / f"{stem}.safetensors").rename(folder / component / f"{stem}.fp16.safetensors")
     model = load_image_model(folder, precision="fp32", device="cpu")
     assert torch.equal(encode_texts(model, TEXTS).tokens, encode_texts(models["sd"], TEXTS).tokens)
 
@@ -447,9 +450,9 @@ def test_older_tokenizer_files_give_the_same_tokens(
     copy: Callable[[str], Path], models: dict[str, FrozenImageModel]
 ) -> None:
     folder = copy("sd")
-    core = json.loads((folder / "tokenizer/tokenizer.json").read_text())
-    (folder / "tokenizer/vocab.json").write_text(json.dumps(core["model"]["vocab"]))
-    lines = [" ".join(pair) for pair in core["model"]["merges"]]
+    tokenizer = json.loads((folder / "tokenizer/tokenizer.json").read_text())
+    (folder / "tokenizer/vocab.json").write_text(json.dumps(tokenizer["model"]["vocab"]))
+    lines = [" ".join(pair) for pair in tokenizer["model"]["merges"]]
     (folder / "tokenizer/merges.txt").write_text("#version: 0.2\n" + "\n".join(lines) + "\n")
     (folder / "tokenizer/tokenizer.json").unlink()
     ids, expected = tokenize(read_pipeline_metadata(folder), TEXTS), tokenize(models["sd"].metadata, TEXTS)
@@ -560,17 +563,17 @@ def test_only_required_files_of_a_hub_repository_are_downloaded(
 def test_gated_or_missing_model_is_a_one_line_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
-    for kind, line in (
+    for error_class, message in (
         (GatedRepoError, "accept its terms"),
         (RepositoryNotFoundError, "the hub has no such model"),
     ):
 
-        def refuse(name: str, kind: Any = kind, **options: Any) -> str:
-            error = kind.__new__(kind)
+        def refuse(name: str, error_class: Any = error_class, **options: Any) -> str:
+            error = error_class.__new__(error_class)
             raise error
 
         monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
-        with pytest.raises(BottegaError, match=f"model.diffusion: someone/something .*{line}"):
+        with pytest.raises(BottegaError, match=f"model.diffusion: someone/something .*{message}"):
             model_index.resolve_pipeline("someone/something")
     with pytest.raises(UsageError, match="is not a local folder"):
         model_index.resolve_pipeline(str(tmp_path / "absent"))

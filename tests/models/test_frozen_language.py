@@ -34,22 +34,22 @@ def _config(kind: str) -> Any:
 
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     common = {**sizes, "num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 64}
-    ends = {"vocab_size": VOCAB_SIZE, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    vocabulary = {"vocab_size": VOCAB_SIZE, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     builders: dict[str, Callable[[], Any]] = {
-        "llama": lambda: t.LlamaConfig(**common, **ends),
-        "qwen3": lambda: t.Qwen3Config(**common, **ends, head_dim=16),
-        "mistral": lambda: t.MistralConfig(**common, **ends, sliding_window=40),
-        "gpt2": lambda: t.GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=64, **ends),
-        "gemma": lambda: t.GemmaConfig(**common, **ends, head_dim=8),
+        "llama": lambda: t.LlamaConfig(**common, **vocabulary),
+        "qwen3": lambda: t.Qwen3Config(**common, **vocabulary, head_dim=16),
+        "mistral": lambda: t.MistralConfig(**common, **vocabulary, sliding_window=40),
+        "gpt2": lambda: t.GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=64, **vocabulary),
+        "gemma": lambda: t.GemmaConfig(**common, **vocabulary, head_dim=8),
         "gemma3_text": lambda: t.Gemma3TextConfig(
-            **common, **ends, head_dim=8, sliding_window=40, layer_types=["sliding_attention", "full_attention"]
+            **common, **vocabulary, head_dim=8, sliding_window=40, layer_types=["sliding_attention", "full_attention"]
         ),
-        "windowed": lambda: t.MistralConfig(**common, **ends, sliding_window=3),
-        "bloom": lambda: t.BloomConfig(hidden_size=32, n_layer=2, n_head=4, **ends),
-        "falcon": lambda: t.FalconConfig(**sizes, **ends),
-        "mamba": lambda: t.MambaConfig(hidden_size=32, num_hidden_layers=2, state_size=4, **ends),
-        "gemma2": lambda: t.Gemma2Config(**common, **ends, head_dim=8),
-        "bert": lambda: t.CLIPTextConfig(**sizes, intermediate_size=48, **ends),
+        "windowed": lambda: t.MistralConfig(**common, **vocabulary, sliding_window=3),
+        "bloom": lambda: t.BloomConfig(hidden_size=32, n_layer=2, n_head=4, **vocabulary),
+        "falcon": lambda: t.FalconConfig(**sizes, **vocabulary),
+        "mamba": lambda: t.MambaConfig(hidden_size=32, num_hidden_layers=2, state_size=4, **vocabulary),
+        "gemma2": lambda: t.Gemma2Config(**common, **vocabulary, head_dim=8),
+        "clip_text": lambda: t.CLIPTextConfig(**sizes, intermediate_size=48, **vocabulary),
     }
     return builders[kind]()
 
@@ -66,7 +66,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         logging.disable_progress_bar()
         path = tmp_path_factory.mktemp(kind)
         config = _config(kind)
-        model = t.CLIPTextModel(config) if kind == "bert" else t.AutoModelForCausalLM.from_config(config)
+        model = t.CLIPTextModel(config) if kind == "clip_text" else t.AutoModelForCausalLM.from_config(config)
         draw = torch.Generator().manual_seed(5)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -243,13 +243,13 @@ def test_model_that_drops_the_prefixes_is_refused(
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # internal warnings of the compiler
-@pytest.mark.parametrize("is_fast", [False, True])
+@pytest.mark.parametrize("use_flash", [False, True])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_compiled_layers_share_one_graph_and_match_eager(
-    folder: Callable[[str], Path], checkpointing: bool, is_fast: bool, monkeypatch: pytest.MonkeyPatch
+    folder: Callable[[str], Path], checkpointing: bool, use_flash: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graphs: list[Any] = []
-    if is_fast:  # the path taken on a GPU
+    if use_flash:  # the path taken on a GPU
         monkeypatch.setattr(prefix_attention, "flash", _flash_reference)
         monkeypatch.setattr(prefix_attention, "_supports_flash", lambda key: True)
 
@@ -259,7 +259,7 @@ def test_compiled_layers_share_one_graph_and_match_eager(
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     plain, lm = _load(folder("llama")), _load(folder("llama"), checkpointing=checkpointing)
-    monkeypatch.setattr(prefix_attention, "_has_flash", is_fast)
+    monkeypatch.setattr(prefix_attention, "_has_flash", use_flash)
     soft, (ids, mask) = _build_soft_prompts(folder("llama"), 2), _draw_prompts()
     lm.compile_parts(always=False)
     lm.encode_image_tokens(ids, mask, soft)
@@ -427,15 +427,15 @@ def test_invalid_folder_is_refused_in_one_line(folder: Callable[[str], Path], tm
     assert_refused(code, "custom code .* never run")
     (code / "config.json").write_text(json.dumps({**config, "model_type": "nobody_knows"}))
     assert_refused(code, "cannot read the configuration of the language model")
-    assert_refused(folder("bert"), "does not generate text")
+    assert_refused(folder("clip_text"), "does not generate text")
     (code / "config.json").write_text(json.dumps({**config, "vocab_size": VOCAB_SIZE + 1}))
     assert_refused(
         code, r"has the wrong shape of lm_head\.weight \(\[60, 32\], not \[61, 32\]\) and 1 more", CheckpointError
     )
     (code / "config.json").write_text(json.dumps(config))
     weights = load_file(code / "model.safetensors")
-    lost = {name: value for name, value in weights.items() if "layers.1.mlp.up_proj" not in name}
-    save_file(lost, code / "model.safetensors", metadata={"format": "pt"})
+    incomplete = {name: value for name, value in weights.items() if "layers.1.mlp.up_proj" not in name}
+    save_file(incomplete, code / "model.safetensors", metadata={"format": "pt"})
     assert_refused(code, r"lacks .*layers\.1\.mlp\.up_proj", CheckpointError)
     (code / "model.safetensors").write_bytes((folder("llama") / "model.safetensors").read_bytes()[:-40])
     assert_refused(code, "is damaged", CheckpointError)
@@ -459,17 +459,21 @@ def test_batched_decoding_matches_each_row_alone(folder: Callable[[str], Path], 
             context = torch.cat([context, torch.tensor([[token]])], 1)
 
 
-def test_decoding_stops_at_end_tokens(folder: Callable[[str], Path]) -> None:
+def test_decoding_stops_at_stop_tokens_but_never_starts_with_one(folder: Callable[[str], Path]) -> None:
     lm = _load(folder("llama"))
     ids, mask = _draw_prompts()
-    free = lm.decode(ids, mask, max_tokens=8)
-    assert [len(row) for row in free] == [8, 8, 8]
-    stop = free[0][3]
-    ended = lm.decode(ids, mask, max_tokens=8, stop_tokens=[stop])
-    assert ended[0] == free[0][: free[0].index(stop)] if stop != free[0][0] else ended[0][0] != stop
-    begun = lm.decode(ids, mask, max_tokens=8, stop_tokens=[free[1][0]])
-    assert begun[1]
-    assert free[1][0] not in begun[1]
+    answers = lm.decode(ids, mask, max_tokens=8)
+    assert [len(row) for row in answers] == [8, 8, 8]
+    stop = answers[0][3]
+    stopped = lm.decode(ids, mask, max_tokens=8, stop_tokens=[stop])
+    if stop == answers[0][0]:
+        assert stopped[0][0] != stop
+    else:
+        assert stopped[0] == answers[0][: answers[0].index(stop)]
+    first_token = answers[1][0]
+    restarted = lm.decode(ids, mask, max_tokens=8, stop_tokens=[first_token])
+    assert restarted[1]
+    assert first_token not in restarted[1]
 
 
 def test_generation_config_does_not_affect_greedy_decoding(folder: Callable[[str], Path], tmp_path: Path) -> None:
@@ -493,34 +497,34 @@ ALLOWED = ("star", "starfish", "starfish blue", "red", "redder", "moon", "moonli
 TOKENIZERS = {"bytes and words": llama_tokenizer, "sentencepiece": t5_tokenizer}
 
 
-def _encode(tokens: Any) -> Callable[[str], list[int]]:
-    return lambda text: tokens(text, add_special_tokens=False)["input_ids"]
+def _encode(tokenizer: Any) -> Callable[[str], list[int]]:
+    return lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-@pytest.mark.parametrize("which", TOKENIZERS)
-def test_random_walks_produce_each_allowed_word_at_most_once(which: str) -> None:
-    tokens = TOKENIZERS[which]()
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_random_walks_produce_each_allowed_word_at_most_once(kind: str) -> None:
+    tokenizer = TOKENIZERS[kind]()
     draw = random.Random(0)
     lengths, covered = set(), set()
     for _ in range(400):
         count = draw.randint(1, 9)
-        allowed = AllowedWords(ALLOWED, _encode(tokens), max_words=count)
+        allowed = AllowedWords(ALLOWED, _encode(tokenizer), max_words=count)
         sequence: list[int] = []
         while True:
-            following, may_end = allowed.allowed_next(sequence)
-            assert following or may_end
+            next_tokens, may_end = allowed.allowed_next(sequence)
+            assert next_tokens or may_end
             if may_end:
                 words = allowed.decode_words(sequence)
                 assert 1 <= len(words) <= min(count, len(ALLOWED))
                 assert len(set(words)) == len(words)
-                text = tokens.decode(sequence)
+                text = tokenizer.decode(sequence)
                 assert [word.strip() for word in text.split(",")] == list(words)
-                if not following or draw.random() < 0.2:
+                if not next_tokens or draw.random() < 0.2:
                     break
             else:
                 # Cut in the middle of a word: only complete words count.
                 assert set(allowed.decode_words(sequence)) <= set(ALLOWED)
-            sequence.append(draw.choice(following))
+            sequence.append(draw.choice(next_tokens))
         lengths.add(len(words))
         covered |= set(words)
     assert covered == set(ALLOWED)
@@ -528,14 +532,14 @@ def test_random_walks_produce_each_allowed_word_at_most_once(which: str) -> None
 
 
 def test_every_list_of_allowed_words_can_be_generated() -> None:
-    tokens = llama_tokenizer()
-    allowed = AllowedWords(ALLOWED, _encode(tokens), max_words=4)
+    tokenizer = llama_tokenizer()
+    allowed = AllowedWords(ALLOWED, _encode(tokenizer), max_words=4)
     draw = random.Random(1)
     for _ in range(100):
         words = draw.sample(ALLOWED, draw.randint(1, 4))
         for text in (" " + ", ".join(words), ", ".join(words)):
             sequence: list[int] = []
-            for token in _encode(tokens)(text):
+            for token in _encode(tokenizer)(text):
                 assert token in allowed.allowed_next(sequence)[0]
                 sequence.append(token)
             assert allowed.allowed_next(sequence)[1]
@@ -553,13 +557,13 @@ def test_words_with_identical_tokens_are_refused() -> None:
         AllowedWords(["é", "è"], lambda text: [ord(c) if ord(c) < 128 else 0 for c in text], max_words=2)
 
 
-def _bias_logits(lm: FrozenLanguageModel, follows: dict[int, int]) -> None:
-    """Raise the logit of `follows[token]` after each `token`, whatever the weights are."""
+def _bias_logits(lm: FrozenLanguageModel, successors: dict[int, int]) -> None:
+    """Raise the logit of `successors[token]` after each `token`, whatever the weights are."""
 
     def raise_logits(_: Any, inputs: tuple[Any, ...], options: dict[str, Any], out: Any) -> None:
         for row, token in enumerate(options["input_ids"][:, -1].tolist()):
-            if token in follows:
-                out.logits[row, -1, follows[token]] += 1000
+            if token in successors:
+                out.logits[row, -1, successors[token]] += 1000
 
     lm.model.register_forward_hook(raise_logits, with_kwargs=True)
 
@@ -567,9 +571,11 @@ def _bias_logits(lm: FrozenLanguageModel, follows: dict[int, int]) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_random_model_generates_allowed_words_only(tmp_path: Path, seed: int) -> None:
     lm = _load(write_llama(tmp_path / "llama", seed=seed))
-    tokens = llama_tokenizer()
-    allowed = AllowedWords(ALLOWED, _encode(tokens), max_words=3)
-    batch = [torch.tensor([tokens(text)["input_ids"]]) for text in ("a star:", "of blue, red:", "likes", "moon: moon:")]
+    tokenizer = llama_tokenizer()
+    allowed = AllowedWords(ALLOWED, _encode(tokenizer), max_words=3)
+    batch = [
+        torch.tensor([tokenizer(text)["input_ids"]]) for text in ("a star:", "of blue, red:", "likes", "moon: moon:")
+    ]
     width = max(ids.shape[1] for ids in batch)
     ids = torch.cat([torch.nn.functional.pad(row_ids, (0, width - row_ids.shape[1])) for row_ids in batch])
     mask = torch.cat(
@@ -578,9 +584,9 @@ def test_random_model_generates_allowed_words_only(tmp_path: Path, seed: int) ->
     for max_tokens in (3, 60):
         answers = lm.decode(ids, mask, max_tokens=max_tokens, allowed=allowed)
         for row, answer in enumerate(answers):
-            text = [word.strip() for word in tokens.decode(answer).split(",")]
+            words = [word.strip() for word in tokenizer.decode(answer).split(",")]
             if max_tokens == 60:
-                assert text == list(allowed.decode_words(answer))
+                assert words == list(allowed.decode_words(answer))
             assert len(allowed.decode_words(answer)) <= 3
             assert set(allowed.decode_words(answer)) <= set(ALLOWED)
             assert (
@@ -595,11 +601,11 @@ def test_random_model_generates_allowed_words_only(tmp_path: Path, seed: int) ->
 
 
 def test_likeliest_allowed_words_are_generated(tmp_path: Path) -> None:
-    lm, tokens = _load(write_llama(tmp_path / "llama")), llama_tokenizer()
-    encode = _encode(tokens)
+    lm, tokenizer = _load(write_llama(tmp_path / "llama")), llama_tokenizer()
+    encode = _encode(tokenizer)
     allowed = AllowedWords(("red", "blue", "moon", "star"), encode, max_words=3)
     prompt = torch.tensor([encode("likes:")])
-    answer = [*encode(" moon, red"), tokens.eos_token_id]
+    answer = [*encode(" moon, red"), tokenizer.eos_token_id]
     # A comma maps to one successor only, so two words and one comma give a unique answer.
     _bias_logits(lm, dict(zip([int(prompt[0, -1]), *answer], answer, strict=False)))
     answers = lm.decode(prompt, torch.ones_like(prompt), max_tokens=20, allowed=allowed)
@@ -607,8 +613,8 @@ def test_likeliest_allowed_words_are_generated(tmp_path: Path) -> None:
 
 
 def test_answers_of_different_lengths_decode_in_one_batch(tmp_path: Path) -> None:
-    lm, tokens = _load(write_llama(tmp_path / "llama")), llama_tokenizer()
-    encode, end = _encode(tokens), tokens.eos_token_id
+    lm, tokenizer = _load(write_llama(tmp_path / "llama")), llama_tokenizer()
+    encode, end = _encode(tokenizer), tokenizer.eos_token_id
     allowed = AllowedWords(("red", "blue", "moon", "star"), encode, max_words=3)
     first, second = encode("likes:"), encode(" moon of")
     (moon,), (red,), (blue,), comma = encode(" moon"), encode(" red"), encode(" blue"), encode(",")[0]
@@ -621,8 +627,8 @@ def test_answers_of_different_lengths_decode_in_one_batch(tmp_path: Path) -> Non
 
 
 def test_disallowed_words_are_never_generated_even_if_likeliest(tmp_path: Path) -> None:
-    lm, tokens = _load(write_llama(tmp_path / "llama")), llama_tokenizer()
-    encode = _encode(tokens)
+    lm, tokenizer = _load(write_llama(tmp_path / "llama")), llama_tokenizer()
+    encode = _encode(tokenizer)
     allowed = AllowedWords(("red", "blue"), encode, max_words=5)
     prompt = torch.tensor([encode("likes:")])
     colon, comma = int(prompt[0, -1]), encode(",")[0]

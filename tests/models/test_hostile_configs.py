@@ -23,8 +23,9 @@ from bottega.models.text_classifier.pretrained import build_pretrained, read_pre
 from bottega.models.text_encoder import load_text_encoder, read_text_encoder_metadata
 
 transformers = pytest.importorskip("transformers")
-VALUES: tuple[Any, ...] = ("text", {"a": 1}, [1, "x"], -3, 0, True)
-REFUSED = {2, 3, 4, 5, 7}
+HOSTILE_VALUES: tuple[Any, ...] = ("text", {"a": 1}, [1, "x"], -3, 0, True)
+EXIT_CODES = {2, 3, 4, 5, 7}
+"""Exit codes of the errors with which a folder may be refused."""
 
 
 def save_decoder(folder: Path) -> Path:
@@ -67,6 +68,7 @@ def read_text_encoder(folder: Path) -> Any:
     return read_text_encoder_metadata(folder), load_text_encoder(folder)
 
 
+# Kind of model -> (function that saves one in a folder, function that reads it)
 CASES: dict[str, tuple[Callable[[Path], Path], Callable[[Path], Any]]] = {
     "decoder": (save_decoder, read_decoder),
     "classifier": (save_bert, read_classifier),
@@ -84,10 +86,10 @@ CASES: dict[str, tuple[Callable[[Path], Path], Callable[[Path], Any]]] = {
 def case(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Callable[[Path], Any]]:
-    make, read = CASES[request.param]
+    save, read = CASES[request.param]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        folder = make(tmp_path_factory.mktemp("model") / "folder")
+        folder = save(tmp_path_factory.mktemp("model") / "folder")
     read(folder)
     return folder, read
 
@@ -104,15 +106,15 @@ def test_any_config_value_gives_a_model_or_an_error(case: tuple[Path, Callable[[
     key_paths = [(key,) for key in config]
     key_paths += [(key, inner) for key, value in config.items() if isinstance(value, dict) for inner in value]
     for number, key_path in enumerate(key_paths):
-        value = VALUES[number % len(VALUES)]
+        value = HOSTILE_VALUES[number % len(HOSTILE_VALUES)]
         hostile = json.loads(json.dumps(config))
-        block = hostile if len(key_path) == 1 else hostile[key_path[0]]
-        block[key_path[-1]] = value
+        section = hostile if len(key_path) == 1 else hostile[key_path[0]]
+        section[key_path[-1]] = value
         target = copy_with_config(folder, tmp_path / str(number), json.dumps(hostile))
         try:
             read(target)
         except Exception as error:
-            is_refused = isinstance(error, BottegaError) and error.code in REFUSED
+            is_refused = isinstance(error, BottegaError) and error.code in EXIT_CODES
             if not is_refused:
                 raise AssertionError(f"{'.'.join(key_path)} = {value!r} gives {error!r}") from error
         shutil.rmtree(target)

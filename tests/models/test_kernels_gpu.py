@@ -28,11 +28,11 @@ def test_linear_cross_entropy_matches_float64(vocab: int, dtype: torch.dtype) ->
     targets[::5] = -100
     total = linear_cross_entropy(hidden, weight, targets, chunk_rows=32)
     gradients = torch.autograd.grad(total, (hidden, weight))
-    wide = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
-    expected = F.cross_entropy(wide[0] @ wide[1].T, targets, reduction="sum", ignore_index=-100)
+    exact_inputs = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    expected = F.cross_entropy(exact_inputs[0] @ exact_inputs[1].T, targets, reduction="sum", ignore_index=-100)
     tolerance = {torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 6e-3}[dtype]
     assert abs(total.item() - expected.item()) <= tolerance * expected.item()
-    for actual, exact in zip(gradients, torch.autograd.grad(expected, wide), strict=True):
+    for actual, exact in zip(gradients, torch.autograd.grad(expected, exact_inputs), strict=True):
         assert (actual.double() - exact).abs().max() <= tolerance * exact.abs().max()
 
 
@@ -57,12 +57,14 @@ def test_grouped_and_looped_experts_agree(k: int) -> None:
     assert all(gradient[-1].abs().max() == 0 for gradient in outputs[0][2:]), "an expert without tokens has no gradient"
 
 
-@pytest.mark.parametrize("heads", [4, 2])
-def test_flex_attention_of_documents_matches_a_mask(heads: int) -> None:
+@pytest.mark.parametrize("num_kv_heads", [4, 2])
+def test_flex_attention_of_documents_matches_a_mask(num_kv_heads: int) -> None:
     documents = (torch.arange(256, device="cuda") // 70).repeat(2, 1)
     outputs = []
     for flex in (True, False):
-        q, k, v = (normal(2, n, 256, 32, seed=i).requires_grad_() for i, n in enumerate((4, heads, heads)))
+        q, k, v = (
+            normal(2, n, 256, 32, seed=i).requires_grad_() for i, n in enumerate((4, num_kv_heads, num_kv_heads))
+        )
         y = attend(q, k, v, mask=build_document_mask(documents, use_flex=flex), is_causal=True, dropout=0.0)
         outputs.append((y, *torch.autograd.grad(y.sin().sum(), (q, k, v))))
     for flexed, masked in zip(*outputs, strict=True):

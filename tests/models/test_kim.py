@@ -24,26 +24,26 @@ def build_network(seed: int = 0, **changes: object) -> Kim:
     return model.eval()
 
 
-def draw_texts(lengths: list[int], *, to: int, filled_with: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def draw_texts(lengths: list[int], *, padded_length: int, padding_id: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     draw = torch.Generator().manual_seed(0)
-    words = torch.randint(1, 30, (len(lengths), 40), generator=draw)[:, :to]
-    mask = torch.arange(to) < torch.tensor(lengths)[:, None]
-    return words.where(mask, torch.tensor(filled_with)), mask
+    words = torch.randint(1, 30, (len(lengths), 40), generator=draw)[:, :padded_length]
+    mask = torch.arange(padded_length) < torch.tensor(lengths)[:, None]
+    return words.where(mask, torch.tensor(padding_id)), mask
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=4), st.integers(0, 12), st.integers(0, 29))
-def test_padding_and_batch_have_no_effect(lengths: list[int], num_padding: int, filled_with: int) -> None:
+def test_padding_and_batch_have_no_effect(lengths: list[int], num_padding: int, padding_id: int) -> None:
     model = build_network()
-    together = model(*draw_texts(lengths, to=max(lengths) + num_padding, filled_with=filled_with))
+    together = model(*draw_texts(lengths, padded_length=max(lengths) + num_padding, padding_id=padding_id))
     for i, length in enumerate(lengths):
-        ids, mask = draw_texts(lengths, to=max(lengths) + num_padding)
+        ids, mask = draw_texts(lengths, padded_length=max(lengths) + num_padding)
         alone = model(ids[i : i + 1, : max(1, length)], mask[i : i + 1, : max(1, length)])
         torch.testing.assert_close(together[i], alone[0], rtol=1e-6, atol=1e-6)
 
 
 def test_max_pooling_covers_windows_inside_the_text_only() -> None:
     model = build_network()
-    ids, mask = draw_texts([7], to=12)
+    ids, mask = draw_texts([7], padded_length=12)
     x = model.embedding(ids[0, :7])
     expected = []
     for convolution, width in zip(model.convolutions, SHAPE.filter_sizes, strict=True):
@@ -60,7 +60,7 @@ def test_padding_window_never_wins_the_max() -> None:
         for convolution in model.convolutions:
             convolution.bias.fill_(1.0)
             convolution.weight.fill_(-0.01)
-    features = model.features(*draw_texts([6], to=30))
+    features = model.features(*draw_texts([6], padded_length=30))
     assert features.max().item() < 0.99
     torch.testing.assert_close(features[0, :6], torch.full((6,), 1 - 0.01 * 2 * 8))
 
@@ -74,7 +74,7 @@ def test_text_shorter_than_every_filter_has_features() -> None:
 
 def test_logits_are_the_head_of_the_features() -> None:
     model = build_network()
-    ids, mask = draw_texts([7, 3], to=7)
+    ids, mask = draw_texts([7, 3], padded_length=7)
     assert model.features(ids, mask).shape == (2, SHAPE.num_features)
     torch.testing.assert_close(model.head(model.features(ids, mask)), model(ids, mask))
 
@@ -94,16 +94,16 @@ def test_initial_weights_are_a_function_of_seed_and_name() -> None:
 
 def test_checkpointing_changes_no_gradient() -> None:
     gradients = []
-    for is_on in (False, True):
+    for checkpoint_blocks in (False, True):
         model = build_network().train()
-        model.checkpoint_blocks = is_on
-        model(*draw_texts([7, 3], to=9)).square().sum().backward()
+        model.checkpoint_blocks = checkpoint_blocks
+        model(*draw_texts([7, 3], padded_length=9)).square().sum().backward()
         gradients.append([p.grad for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
 def test_dropout_acts_in_training_only() -> None:
-    model, (ids, mask) = build_network(dropout=0.5), draw_texts([7, 3], to=9)
+    model, (ids, mask) = build_network(dropout=0.5), draw_texts([7, 3], padded_length=9)
     assert torch.equal(model(ids, mask), model(ids, mask))
     model.train()
     assert not torch.equal(model(ids, mask), model(ids, mask))

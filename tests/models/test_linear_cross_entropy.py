@@ -54,17 +54,17 @@ def test_only_trainable_inputs_get_a_gradient() -> None:
 
 def test_evaluation_computes_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight, targets = draw_example(6)
-    requests = []
-    inner = module._compute_losses_and_gradient
+    gradient_flags = []
+    original = module._compute_losses_and_gradient
 
     def spy(*args: Tensor, ignore_index: int, with_gradient: bool) -> None:
-        requests.append(with_gradient)
-        inner(*args, ignore_index=ignore_index, with_gradient=with_gradient)
+        gradient_flags.append(with_gradient)
+        original(*args, ignore_index=ignore_index, with_gradient=with_gradient)
 
     monkeypatch.setattr(module, "_compute_losses_and_gradient", spy)
     with torch.no_grad():
         total = linear_cross_entropy(hidden, weight, targets)
-    assert requests == [False]
+    assert gradient_flags == [False]
     assert not total.requires_grad
     torch.testing.assert_close(total, reference_loss(hidden, weight, targets).detach())
 
@@ -93,11 +93,11 @@ def test_logits_never_exceed_a_chunk() -> None:
     assert largest.elements == rows * vocab, "the recorder sees full logits"
 
 
-@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 @pytest.mark.parametrize("rows", [1, 100, 5000, 65536])
-def test_the_chosen_chunk_fits_its_budget(kind: str, rows: int) -> None:
-    chosen = module._choose_chunk_rows(rows, 50304, itemsize=2, device_type=kind)
-    assert 1 <= chosen * 50304 * 2 <= module.CHUNK_BYTES[kind]
+def test_chosen_chunk_fits_the_byte_budget_of_its_device(device_type: str, rows: int) -> None:
+    chunk_rows = module._choose_chunk_rows(rows, 50304, itemsize=2, device_type=device_type)
+    assert 1 <= chunk_rows * 50304 * 2 <= module.CHUNK_BYTES[device_type]
 
 
 def test_autocast_keeps_the_master_gradient_in_float32() -> None:

@@ -31,7 +31,7 @@ SHAPE = MemoryShape(
     semantic_slots=5,
     promote_after=3,
 )
-FADING = {"decay": 0.5, "floor": 0.1}
+DECAY = {"decay": 0.5, "floor": 0.1}
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -43,10 +43,9 @@ def orthogonal_keys(count: int) -> Tensor:
     return torch.eye(K)[:count]
 
 
-def equal_sets(actual: Tensor, values: Tensor) -> bool:
-    """Return whether both hold the same set of rows."""
-    rows = {tuple(row) for row in actual.tolist()}
-    return rows == {tuple(row) for row in values.tolist()}
+def have_equal_rows(a: Tensor, b: Tensor) -> bool:
+    """Return whether both have the same rows, in any order."""
+    return {tuple(row) for row in a.tolist()} == {tuple(row) for row in b.tolist()}
 
 
 # Working memory
@@ -56,37 +55,35 @@ def empty_working(slots: int = 4) -> Any:
     return memory_working.empty_working(slots=slots, key_size=K, value_size=V)
 
 
-def test_strength_decays_each_tick_and_weak_entries_are_removed() -> None:
-    memory = memory_working.store(
-        empty_working(), orthogonal_keys(2), draw(2, V), torch.tensor([1.0, 0.3]), 7, **FADING
-    )
+def test_strength_decays_each_tick_and_weak_items_are_removed() -> None:
+    memory = memory_working.store(empty_working(), orthogonal_keys(2), draw(2, V), torch.tensor([1.0, 0.3]), 7, **DECAY)
     assert memory.strength.tolist() == pytest.approx([1.0, 0.3, 0, 0])
-    later = memory_working.decay_working(memory, 8, **FADING)
+    later = memory_working.decay_working(memory, 8, **DECAY)
     assert later.strength.tolist() == pytest.approx([0.5, 0.15, 0, 0])
-    later = memory_working.decay_working(later, 9, **FADING)
+    later = memory_working.decay_working(later, 9, **DECAY)
     assert later.strength.tolist() == pytest.approx([0.25, 0, 0, 0]), "0.075 is below the floor of 0.1"
     assert later.values[1].tolist() == [0, 0, 0], "a removed value is zeroed"
-    two_ticks = memory_working.decay_working(memory, 9, **FADING)
+    two_ticks = memory_working.decay_working(memory, 9, **DECAY)
     assert torch.allclose(two_ticks.strength, later.strength), "decaying by two ticks equals decaying twice by one"
-    back = memory_working.decay_working(memory, 3, **FADING)
+    back = memory_working.decay_working(memory, 3, **DECAY)
     assert torch.equal(back.strength, memory.strength), "an earlier clock changes nothing"
 
 
-def test_weakest_entry_is_evicted_old_or_new() -> None:
+def test_weakest_item_is_evicted_old_or_new() -> None:
     values = torch.arange(6.0)[:, None].expand(6, V)
     first = memory_working.store(
-        empty_working(), orthogonal_keys(6)[:4], values[:4], torch.tensor([0.9, 0.2, 0.7, 0.8]), 0, **FADING
+        empty_working(), orthogonal_keys(6)[:4], values[:4], torch.tensor([0.9, 0.2, 0.7, 0.8]), 0, **DECAY
     )
-    second = memory_working.store(first, orthogonal_keys(6)[4:], values[4:], torch.tensor([0.5, 0.1]), 0, **FADING)
+    second = memory_working.store(first, orthogonal_keys(6)[4:], values[4:], torch.tensor([0.5, 0.1]), 0, **DECAY)
     assert sorted(second.values[:, 0].tolist()) == [0, 2, 3, 4]
 
 
-@pytest.mark.parametrize("parts", [1, 3, 12])
-def test_batched_store_equals_sequential_stores(parts: int) -> None:
+@pytest.mark.parametrize("num_stores", [1, 3, 12])
+def test_batched_store_equals_sequential_stores(num_stores: int) -> None:
     keys, values, importance = draw(12, K), draw(12, V, seed=1), draw(12, seed=2).sigmoid()
     memory = empty_working()
-    for indices in torch.arange(12).chunk(parts):
-        memory = memory_working.store(memory, keys[indices], values[indices], importance[indices], 3, **FADING)
+    for indices in torch.arange(12).chunk(num_stores):
+        memory = memory_working.store(memory, keys[indices], values[indices], importance[indices], 3, **DECAY)
     best = importance.argsort(descending=True)[:4]
     assert torch.equal(memory.values, values[best])
 
@@ -94,21 +91,19 @@ def test_batched_store_equals_sequential_stores(parts: int) -> None:
 def test_repeated_key_replaces_its_value() -> None:
     keys, same = torch.cat((orthogonal_keys(2), orthogonal_keys(1))), {"same": 0.9}
     memory = memory_working.store(
-        empty_working(), keys, torch.arange(9.0).view(3, 3), torch.ones(3), 0, **FADING, **same
+        empty_working(), keys, torch.arange(9.0).view(3, 3), torch.ones(3), 0, **DECAY, **same
     )
-    assert equal_sets(memory.values[memory.valid], torch.tensor([[3.0, 4, 5], [6, 7, 8]]))
+    assert have_equal_rows(memory.values[memory.valid], torch.tensor([[3.0, 4, 5], [6, 7, 8]]))
     memory = memory_working.store(
-        memory, 3 * orthogonal_keys(2)[1:], torch.zeros(1, V) - 1, torch.ones(1), 1, **FADING, **same
+        memory, 3 * orthogonal_keys(2)[1:], torch.zeros(1, V) - 1, torch.ones(1), 1, **DECAY, **same
     )
-    assert equal_sets(memory.values[memory.valid], torch.tensor([[-1.0, -1, -1], [6, 7, 8]])), (
+    assert have_equal_rows(memory.values[memory.valid], torch.tensor([[-1.0, -1, -1], [6, 7, 8]])), (
         "keys are compared by direction only"
     )
 
 
-def test_entry_of_zero_importance_is_not_stored() -> None:
-    memory = memory_working.store(
-        empty_working(), orthogonal_keys(2), draw(2, V), torch.tensor([0.0, 1.0]), 0, **FADING
-    )
+def test_item_of_zero_importance_is_not_stored() -> None:
+    memory = memory_working.store(empty_working(), orthogonal_keys(2), draw(2, V), torch.tensor([0.0, 1.0]), 0, **DECAY)
     assert memory.valid.sum() == 1
     assert memory.keys[~memory.valid].abs().sum() == memory.values[~memory.valid].abs().sum() == 0
 
@@ -116,9 +111,9 @@ def test_entry_of_zero_importance_is_not_stored() -> None:
 def test_examples_of_a_batch_are_independent() -> None:
     keys, values, importance = draw(5, 6, K), draw(5, 6, V, seed=1), draw(5, 6, seed=2).sigmoid()
     together = memory_working.empty_working(5, slots=4, key_size=K, value_size=V)
-    together = memory_working.store(together, keys, values, importance, 2, **FADING, same=0.9)
+    together = memory_working.store(together, keys, values, importance, 2, **DECAY, same=0.9)
     for row in range(5):
-        alone = memory_working.store(empty_working(), keys[row], values[row], importance[row], 2, **FADING, same=0.9)
+        alone = memory_working.store(empty_working(), keys[row], values[row], importance[row], 2, **DECAY, same=0.9)
         for a, b in zip(together, alone, strict=True):
             assert torch.equal(a[row], b)
 
@@ -142,24 +137,24 @@ def store_episode(memory: Any, key: int, clock: int, importance: float = 1.0, va
     )
 
 
-def test_least_important_entry_is_evicted_first() -> None:
+def test_least_important_item_is_evicted_first() -> None:
     memory = empty_episodic()
     for key, importance in enumerate([0.5, 0.9, 0.7, 0.8]):
         memory = store_episode(memory, key, 0, importance)
     assert stored_keys(memory) == [1, 2, 3]
-    assert stored_keys(store_episode(memory, 4, 0, 0.1)) == [1, 2, 3], "a new entry is evicted too"
+    assert stored_keys(store_episode(memory, 4, 0, 0.1)) == [1, 2, 3], "a new item is evicted too"
 
 
-def test_of_equally_important_entries_the_newest_stay() -> None:
+def test_newest_of_equally_important_items_stay() -> None:
     batched = memory_episodic.store(
         empty_episodic(), orthogonal_keys(5), draw(5, V), torch.ones(5), 0, decay=0.9, same=0.95
     )
     assert stored_keys(batched) == [2, 3, 4]
-    memory = memory_working.store(empty_working(), orthogonal_keys(6), draw(6, V), torch.ones(6), 0, **FADING)
+    memory = memory_working.store(empty_working(), orthogonal_keys(6), draw(6, V), torch.ones(6), 0, **DECAY)
     assert stored_keys(memory) == [2, 3, 4, 5]
 
 
-def test_oldest_entry_is_evicted_first() -> None:
+def test_oldest_item_is_evicted_first() -> None:
     memory = empty_episodic()
     for key in range(4):
         memory = store_episode(memory, key, clock=key)
@@ -173,11 +168,11 @@ def test_importance_is_discounted_by_age() -> None:
         assert stored_keys(store_episode(memory, 3, 7, importance)) == expected
 
 
-def test_recently_used_entry_stays() -> None:
+def test_recently_used_item_stays() -> None:
     memory = store_episode(store_episode(store_episode(empty_episodic(), 0, 0), 1, 1), 2, 2)
-    where = memory.keys.argmax(-1).tolist().index(0)
-    memory = memory_episodic.record_use(memory, torch.tensor([where]), 3)
-    assert (memory.uses[where], memory.used[where]) == (1, 3)
+    slot = memory.keys.argmax(-1).tolist().index(0)
+    memory = memory_episodic.record_use(memory, torch.tensor([slot]), 3)
+    assert (memory.uses[slot], memory.used[slot]) == (1, 3)
     memory = store_episode(memory, 3, 4)
     assert stored_keys(memory) == [0, 2, 3]
 
@@ -195,7 +190,7 @@ def test_repetition_reinforces_an_episode_and_a_new_value_resets_it() -> None:
     assert memory.values[slot].tolist() == [9, 9, 9]
 
 
-def test_of_repeated_keys_in_one_tick_the_last_value_wins() -> None:
+def test_last_value_of_a_key_repeated_in_one_tick_wins() -> None:
     keys, values = orthogonal_keys(1).expand(3, K), torch.tensor([[1.0] * V, [2.0] * V, [2.0] * V])
     memory = memory_episodic.store(empty_episodic(), keys, values, torch.ones(3), 0, decay=0.9, same=0.95)
     assert memory.valid.sum() == 1
@@ -215,7 +210,7 @@ def test_values_are_compared_by_length_too() -> None:
     assert memory.said.max() == 2, "zero vectors are equal"
 
 
-ROOMY = MemoryShape(
+LARGE = MemoryShape(
     key_size=K,
     value_size=V,
     working_slots=9,
@@ -238,21 +233,21 @@ def test_batched_store_equals_sequential_stores_with_repeated_keys(block: int) -
     """300 sequences with few keys and values: repeated, contradicted and restored. There is a slot for every key."""
     for case in range(50 * block, 50 * block + 50):
         choose = torch.Generator().manual_seed(case)
-        batched = sequential = memories.empty_memory(ROOMY)
+        batched = sequential = memories.empty_memory(LARGE)
         for clock in range(2):
-            which = torch.randint(0, 3, (5,), generator=choose)
-            keys = perturb(orthogonal_keys(3)[which], case + clock)
+            key_indices = torch.randint(0, 3, (5,), generator=choose)
+            keys = perturb(orthogonal_keys(3)[key_indices], case + clock)
             values = torch.eye(V)[torch.randint(0, 2, (5,), generator=choose)] + 0.05 * draw(5, V, seed=case)
             importance = torch.rand(5, generator=choose) - 0.1
-            batched = memories.store(batched, keys, values, importance, clock, shape=ROOMY)
+            batched = memories.store(batched, keys, values, importance, clock, shape=LARGE)
             for i in range(5):
                 row = slice(i, i + 1)
-                sequential = memories.store(sequential, keys[row], values[row], importance[row], clock, shape=ROOMY)
+                sequential = memories.store(sequential, keys[row], values[row], importance[row], clock, shape=LARGE)
             assert equal_memories(batched, sequential), (case, clock)
-            result = memories.search(batched, keys[:2], 1, same=ROOMY.same)
-            batched = memories.consolidate(memories.record_use(batched, result, clock, same=0.95), clock, shape=ROOMY)
+            result = memories.search(batched, keys[:2], 1, same=LARGE.same)
+            batched = memories.consolidate(memories.record_use(batched, result, clock, same=0.95), clock, shape=LARGE)
             sequential = memories.consolidate(
-                memories.record_use(sequential, result, clock, same=0.95), clock, shape=ROOMY
+                memories.record_use(sequential, result, clock, same=0.95), clock, shape=LARGE
             )
 
 
@@ -280,13 +275,13 @@ def test_repetitions_are_counted_since_the_last_contradiction() -> None:
     assert (memory.said[0], memory.uses[0]) == (3, 1)
 
 
-def test_entry_below_the_floor_is_not_stored_but_still_replaces() -> None:
-    memory = memory_working.store(empty_working(), orthogonal_keys(1), draw(1, V), torch.ones(1), 0, **FADING, same=0.9)
-    memory = memory_working.store(memory, orthogonal_keys(1), draw(1, V), torch.tensor([0.05]), 0, **FADING, same=0.9)
+def test_item_below_the_floor_is_not_stored_but_still_replaces() -> None:
+    memory = memory_working.store(empty_working(), orthogonal_keys(1), draw(1, V), torch.ones(1), 0, **DECAY, same=0.9)
+    memory = memory_working.store(memory, orthogonal_keys(1), draw(1, V), torch.tensor([0.05]), 0, **DECAY, same=0.9)
     assert not memory.valid.any()
 
 
-def test_storing_zero_entries_leaves_the_memory_empty() -> None:
+def test_storing_zero_items_leaves_the_memory_empty() -> None:
     memory = memories.store(
         memories.empty_memory(SHAPE), torch.zeros(0, K), torch.zeros(0, V), torch.zeros(0), 0, shape=SHAPE
     )
@@ -298,12 +293,12 @@ def test_storing_zero_entries_leaves_the_memory_empty() -> None:
 
 def test_frequent_episode_becomes_a_prototype() -> None:
     memory = store_episode(store_episode(store_episode(empty_episodic(), 0, 0), 1, 0), 1, 1)
-    where = memory.keys.argmax(-1).tolist().index(1)
-    rest, prototypes = memory_semantic.consolidate(memory, empty_semantic(), promote_after=3, same=0.95)
+    slot = memory.keys.argmax(-1).tolist().index(1)
+    _, prototypes = memory_semantic.consolidate(memory, empty_semantic(), promote_after=3, same=0.95)
     assert not prototypes.valid.any()
-    memory = memory_episodic.record_use(memory, torch.tensor([where]), 2)
-    rest, prototypes = memory_semantic.consolidate(memory, empty_semantic(), promote_after=3, same=0.95)
-    assert stored_keys(rest) == [0]
+    memory = memory_episodic.record_use(memory, torch.tensor([slot]), 2)
+    episodes, prototypes = memory_semantic.consolidate(memory, empty_semantic(), promote_after=3, same=0.95)
+    assert stored_keys(episodes) == [0]
     assert stored_keys(prototypes) == [1]
     assert prototypes.counts.max() == 3
 
@@ -312,12 +307,12 @@ def empty_semantic(slots: int = 2) -> Any:
     return memory_semantic.empty_semantic(slots=slots, key_size=K, value_size=V)
 
 
-def build_episodes(keys: Tensor, values: Tensor, times: Tensor) -> Any:
-    """Build episodes with the given repetition counts."""
+def build_episodes(keys: Tensor, values: Tensor, counts: Tensor) -> Any:
+    """Build episodes that were stored as often as `counts` says."""
     memory = memory_episodic.empty_episodic(slots=len(keys), key_size=K, value_size=V)
     stored = memory_episodic.store(memory, keys, values, torch.ones(len(keys)), 0, decay=1.0, same=1.0)
     order = torch.cdist(stored.values, values).argmin(1)
-    return stored._replace(said=times[order])
+    return stored._replace(said=counts[order])
 
 
 def test_prototype_is_the_mean_of_agreeing_episodes() -> None:
@@ -351,15 +346,15 @@ def test_contradicting_episode_replaces_the_prototype() -> None:
 def test_episode_is_promoted_only_over_a_prototype_of_lower_count() -> None:
     full = build_episodes(orthogonal_keys(2), draw(2, V), torch.tensor([5.0, 6.0]))
     _, prototypes = memory_semantic.consolidate(full, empty_semantic(), promote_after=3, same=0.95)
-    rest, updated = memory_semantic.consolidate(
+    episodes, updated = memory_semantic.consolidate(
         build_episodes(orthogonal_keys(3)[2:], draw(1, V), torch.tensor([4.0])), prototypes, promote_after=3, same=0.95
     )
-    assert rest.valid.sum() == 1, "the episode is not lost when no prototype slot is free"
+    assert episodes.valid.sum() == 1, "the episode is not lost when no prototype slot is free"
     assert stored_keys(updated) == stored_keys(prototypes) == [0, 1]
-    rest, updated = memory_semantic.consolidate(
+    episodes, updated = memory_semantic.consolidate(
         build_episodes(orthogonal_keys(3)[2:], draw(1, V), torch.tensor([8.0])), prototypes, promote_after=3, same=0.95
     )
-    assert rest.valid.sum() == 0
+    assert episodes.valid.sum() == 0
     assert stored_keys(updated) == [1, 2]
 
 
@@ -381,7 +376,7 @@ def test_memory_size_is_bounded() -> None:
 
 
 def fill_memory(seed: int = 0, steps: int = 6) -> HierarchicalMemory:
-    """Build a memory with entries on every level."""
+    """Build a memory with items on every level."""
     memory = HierarchicalMemory(SHAPE)
     keys, values = draw(9, K, seed=seed), draw(9, V, seed=seed + 1)
     for clock in range(steps):
@@ -416,8 +411,8 @@ def test_search_returns_each_key_once_with_its_latest_value() -> None:
     key = draw(9, K)[:1]
     memory.store(key, 5 * torch.ones(1, V), clock=9)
     result = memory.search(key, SHAPE.slots)
-    same = result.scores[0] > SHAPE.same
-    assert same.sum() == 1
+    is_same_key = result.scores[0] > SHAPE.same
+    assert is_same_key.sum() == 1
     assert result.values[0, 0].tolist() == [5, 5, 5]
     for clock in range(10, 40):  # it decays out of working memory and is an episode by then
         memory.consolidate(clock)
@@ -442,7 +437,7 @@ def test_empty_memory_returns_no_results_and_reads_zeros() -> None:
     assert len(memory) == 0
 
 
-def test_results_beyond_the_stored_entries_are_padded_and_masked() -> None:
+def test_results_beyond_the_stored_items_are_padded_and_masked() -> None:
     memory = HierarchicalMemory(SHAPE)
     memory.store(orthogonal_keys(2), draw(2, V), clock=0)
     result = memory.search(orthogonal_keys(1), 50)
@@ -491,7 +486,6 @@ def test_read_is_the_softmax_weighted_mean_of_visible_slots() -> None:
 
 
 def test_functions_do_not_modify_their_inputs() -> None:
-
     memory = fill_memory().memory
     before = {name: tensor.clone() for name, tensor in memories.flatten_memory(memory).items()}
     keys, values = draw(4, K, seed=7), draw(4, V, seed=8)
@@ -520,7 +514,7 @@ def test_saved_memory_loads_with_its_full_state(tmp_path: Path) -> None:
     assert all(torch.equal(a[name], b[name]) for name in a), "further updates agree too"
 
 
-def test_a_memory_larger_than_its_bounds_is_refused(tmp_path: Path) -> None:
+def test_saved_memory_that_is_too_large_damaged_or_incomplete_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "memory.safetensors"
     HierarchicalMemory(SHAPE.model_copy(update={"episodic_slots": 99})).save(path)
     with pytest.raises(CheckpointError, match=r"the saved memory has episodic_slots 99 \(this memory: 12\); create"):

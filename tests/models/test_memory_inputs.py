@@ -73,7 +73,7 @@ def test_invalid_input_is_refused_and_leaves_the_memory_unchanged(name: str) -> 
 
 
 @pytest.mark.parametrize(
-    "kind",
+    "convert",
     [
         torch.tensor,
         lambda rows: torch.tensor(rows, dtype=torch.float64),
@@ -83,13 +83,13 @@ def test_invalid_input_is_refused_and_leaves_the_memory_unchanged(name: str) -> 
     ],
     ids=["float32", "float64", "bfloat16", "numpy", "integers"],
 )
-def test_any_numeric_type_gives_the_same_memory(kind: Callable[[Any], Any]) -> None:
+def test_any_numeric_type_gives_the_same_memory(convert: Callable[[Any], Any]) -> None:
     memory = HierarchicalMemory(SHAPE)
-    memory.store(kind(KEYS), kind(VALUES), kind([1, 1]), clock=np.int64(3))
+    memory.store(convert(KEYS), convert(VALUES), convert([1, 1]), clock=np.int64(3))
     assert state_lists(memory) == state_lists(build_memory())
     assert {t.dtype for name, t in memory.state_dict().items() if name != "clock"} == {torch.float32}
-    assert memory.search(kind(KEYS), 1).values[:, 0].tolist() == VALUES
-    assert memory.read(kind(KEYS), 0.01).tolist() == VALUES
+    assert memory.search(convert(KEYS), 1).values[:, 0].tolist() == VALUES
+    assert memory.read(convert(KEYS), 0.01).tolist() == VALUES
 
 
 def test_scalar_importance_applies_to_all_keys() -> None:
@@ -135,6 +135,6 @@ def test_level_with_inconsistent_sizes_is_refused() -> None:
         HierarchicalMemory(SHAPE).load_state_dict(state)
 
 
-def test_missing_folder_is_refused(tmp_path: Path) -> None:
+def test_saving_to_a_missing_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"the folder .*missing does not exist; create it first"):
         build_memory().save(tmp_path / "missing" / "memory")

@@ -1,4 +1,4 @@
-"""Patches: blocks of pixels in row order and their exact inverse, in one, two and three dimensions."""
+"""Patches: blocks of pixels in row-major order and their exact inverse, in one, two and three dimensions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ sizes = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), min_size=1, ma
 
 
 def number_values(batch: int, grid: tuple[int, ...], channels: int) -> torch.Tensor:
-    """Every value is its own index, so that any misplaced value shows."""
+    """Return samples (batch, *grid, channels) whose values are their own indices, so that any misplaced value shows."""
     return torch.arange(batch * math.prod(grid) * channels, dtype=torch.float32).view(batch, *grid, channels)
 
 
@@ -33,8 +33,8 @@ def test_channels_stay_together_with_unequal_sides() -> None:
 
 @given(sizes=sizes, channels=st.integers(1, 3), batch=st.integers(1, 2))
 def test_unpatchify_inverts_patchify(sizes: list[tuple[int, int]], channels: int, batch: int) -> None:
-    patch = tuple(part for _, part in sizes)
-    grid = tuple(count * part for count, part in sizes)
+    patch = tuple(side for _, side in sizes)
+    grid = tuple(count * side for count, side in sizes)
     x = number_values(batch, grid, channels)
     tokens = patchify(x, patch)
     assert tokens.shape == (batch, math.prod(count for count, _ in sizes), math.prod(patch) * channels)
@@ -43,12 +43,12 @@ def test_unpatchify_inverts_patchify(sizes: list[tuple[int, int]], channels: int
 
 @given(sizes=sizes, channels=st.integers(1, 3))
 def test_patch_is_the_block_at_its_position(sizes: list[tuple[int, int]], channels: int) -> None:
-    patch = tuple(part for _, part in sizes)
-    x = number_values(1, tuple(count * part for count, part in sizes), channels)
+    patch = tuple(side for _, side in sizes)
+    x = number_values(1, tuple(count * side for count, side in sizes), channels)
     tokens = patchify(x, patch)[0]
     positions = torch.cartesian_prod(*(torch.arange(count) for count, _ in sizes)).view(len(tokens), -1)
     for token, position in zip(tokens, positions.tolist(), strict=True):
         block = x[0][
-            tuple(slice(index * part, (index + 1) * part) for index, part in zip(position, patch, strict=True))
+            tuple(slice(index * side, (index + 1) * side) for index, side in zip(position, patch, strict=True))
         ]
         assert torch.equal(token, block.flatten())

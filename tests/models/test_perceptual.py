@@ -68,7 +68,7 @@ def reference_distance(a: Tensor, b: Tensor) -> Tensor:
     )
     total = torch.zeros(len(a))
     for row in range(len(a)):
-        sides = []
+        pair_features = []
         for x in (a[row], b[row]):
             x = (x - torch.tensor([-0.030, -0.088, -0.188])) / torch.tensor([0.458, 0.448, 0.450])
             x, features = x.permute(2, 0, 1)[None], []
@@ -76,10 +76,10 @@ def reference_distance(a: Tensor, b: Tensor) -> Tensor:
                 x = layer(x)
                 if index in (1, 4, 7, 9, 11):
                     features.append(x[0] / (x[0].square().sum(0, keepdim=True).sqrt() + 1e-10))
-            sides.append(features)
+            pair_features.append(features)
         for number in range(5):
             weight = state[f"lin{number}.model.1.weight"][0, :, 0, 0]
-            squared_difference = (sides[0][number] - sides[1][number]) ** 2
+            squared_difference = (pair_features[0][number] - pair_features[1][number]) ** 2
             total[row] += (weight[:, None, None] * squared_difference).sum(0).mean()
     return total
 

@@ -31,6 +31,7 @@ SMALL = {
 }
 DISTIL = {"vocab_size": 50, "dim": 16, "hidden_dim": 32, "n_layers": 2, "n_heads": 2, "max_position_embeddings": 40}
 SPECIAL_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
+# Kind -> (configuration class, saved class, configuration, our names of the parameters that its folder lacks)
 KINDS: dict[str, tuple[str, str, dict[str, Any], set[str]]] = {
     "bert": ("BertConfig", "BertModel", SMALL, {"head.weight", "head.bias"}),
     "bert masked lm": (
@@ -77,10 +78,10 @@ def save_encoder(folder: Path, kind: str) -> Path:
         return save_model(folder, getattr(transformers, model)(getattr(transformers, config)(**values)))
 
 
-def draw_texts(kind: str, *, filled_with: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def draw_texts(kind: str, *, padding_id: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     ids = torch.randint(5, 50, (3, 9), generator=torch.Generator().manual_seed(0))
     mask = torch.arange(9) < torch.tensor([9, 4, 1])[:, None]
-    padding = KINDS[kind][2].get("pad_token_id", 0) if filled_with is None else filled_with
+    padding = KINDS[kind][2].get("pad_token_id", 0) if padding_id is None else padding_id
     return ids.masked_fill(~mask, padding), mask
 
 
@@ -127,7 +128,7 @@ def test_padding_tokens_have_no_effect(kind: str, tmp_path: Path) -> None:
     ids, mask = draw_texts(kind)
     with torch.no_grad():
         together = model(ids, mask)
-        assert torch.equal(model(*draw_texts(kind, filled_with=7)), together)
+        assert torch.equal(model(*draw_texts(kind, padding_id=7)), together)
         for row, length in enumerate((9, 4, 1)):
             alone = model(ids[row : row + 1, :length], mask[row : row + 1, :length])
             torch.testing.assert_close(alone[0], together[row], rtol=1e-5, atol=1e-6)
@@ -143,7 +144,7 @@ def test_decoder_classifies_at_the_last_token(tmp_path: Path) -> None:
     model = build_classifier(save_model(tmp_path, transformers.GPT2Model(config))).eval()
     assert model.shape.max_positions == 40
     ids, mask = draw_texts("bert")
-    together = model(*draw_texts("bert", filled_with=7))
+    together = model(*draw_texts("bert", padding_id=7))
     for row, length in enumerate((9, 4, 1)):
         alone = model(ids[row : row + 1, :length], mask[row : row + 1, :length])
         torch.testing.assert_close(alone[0], together[row], rtol=1e-5, atol=1e-6)
@@ -167,9 +168,9 @@ def test_model_is_rebuilt_from_its_configuration(tmp_path: Path) -> None:
     shape = PretrainedShape.model_validate_json(model.shape.model_dump_json())
     assert (shape.num_labels, shape.vocab_size, shape.max_positions) == (3, 50, 40)
     before = torch.get_rng_state()
-    rebuilt, same = (build_pretrained(shape, 0, folder=None).eval() for _ in range(2))
-    assert torch.equal(torch.get_rng_state(), before), "the global generator was used"
-    assert all(torch.equal(a, b) for a, b in zip(rebuilt.parameters(), same.parameters(), strict=True))
+    rebuilt, repeated = (build_pretrained(shape, 0, folder=None).eval() for _ in range(2))
+    assert torch.equal(torch.get_rng_state(), before), "the global generator is not used"
+    assert all(torch.equal(a, b) for a, b in zip(rebuilt.parameters(), repeated.parameters(), strict=True))
     assert (rebuilt.backbone.final_norm.weight == 1).all()
     rebuilt.load_state_dict(model.state_dict())
     ids, mask = draw_texts("modernbert")
@@ -177,29 +178,29 @@ def test_model_is_rebuilt_from_its_configuration(tmp_path: Path) -> None:
         assert torch.equal(rebuilt(ids, mask), model(ids, mask))
 
 
-def test_longest_text_is_the_number_of_positions(tmp_path: Path) -> None:
+def test_max_positions_is_the_length_of_the_longest_text(tmp_path: Path) -> None:
     """RoBERTa reserves its first two positions."""
-    for kind, longest in (("bert", 40), ("roberta", 38)):
+    for kind, max_length in (("bert", 40), ("roberta", 38)):
         model = build_classifier(save_encoder(tmp_path / kind, kind)).eval()
-        assert model.shape.max_positions == longest
-        model(torch.full((1, longest), 7), torch.ones(1, longest, dtype=torch.bool))
+        assert model.shape.max_positions == max_length
+        model(torch.full((1, max_length), 7), torch.ones(1, max_length, dtype=torch.bool))
         with pytest.raises((IndexError, RuntimeError)):
-            model(torch.full((1, longest + 1), 7), torch.ones(1, longest + 1, dtype=torch.bool))
+            model(torch.full((1, max_length + 1), 7), torch.ones(1, max_length + 1, dtype=torch.bool))
 
 
 def test_checkpointing_changes_no_gradient(tmp_path: Path) -> None:
     folder, gradients = save_encoder(tmp_path, "bert"), []
-    for is_on in (False, True):
+    for checkpoint_blocks in (False, True):
         model = build_classifier(folder)
-        model.checkpoint_blocks = is_on
-        assert model.checkpoint_blocks is is_on
+        model.checkpoint_blocks = checkpoint_blocks
+        assert model.checkpoint_blocks is checkpoint_blocks
         torch.manual_seed(0)
         model(*draw_texts("bert")).square().sum().backward()
         gradients.append([p.grad for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-def test_eval_mode_and_deepcopy_apply_to_every_part(tmp_path: Path) -> None:
+def test_eval_mode_and_deepcopy_apply_to_every_module(tmp_path: Path) -> None:
     import copy
 
     model = build_classifier(save_encoder(tmp_path, "distilbert"))
@@ -208,11 +209,11 @@ def test_eval_mode_and_deepcopy_apply_to_every_part(tmp_path: Path) -> None:
     model.eval()
     logits = model(ids, mask)
     assert torch.equal(model(ids, mask), logits)
-    twin = copy.deepcopy(model)
+    copied = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in model.backbone.parameters():
             parameter.zero_()
-    assert torch.equal(twin(ids, mask), logits)
+    assert torch.equal(copied(ids, mask), logits)
     assert not torch.equal(model(ids, mask), logits)
 
 

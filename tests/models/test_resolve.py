@@ -94,7 +94,7 @@ def test_dependency_resolves_to_its_run(tmp_path: Path) -> None:
     write_folder(run, "final/config.json")
     (run / "recipe.yaml").unlink()  # only the export was copied
     assert dependencies.resolve_model_reference(recipe, "needs.vae", key="model.vae") == ModelFolder(
-        run / "final", "model", "part"
+        run / "final", "model", "dependency"
     )
     moved = write_folder(tmp_path / "elsewhere" / "parts" / run.name, "recipe.yaml", "final/config.json")
     resolved = dependencies.resolve_model_reference(

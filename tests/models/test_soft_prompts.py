@@ -61,16 +61,18 @@ def test_initial_scales_of_tokens_outputs_and_prefixes(projection: int | None) -
     hidden_states = torch.randn(512, 2, 256, generator=torch.Generator().manual_seed(0))
     assert soft(lambda _: hidden_states).std().item() == pytest.approx(1.0, rel=0.1)
     assert soft.image_tokens.std().item() == pytest.approx(0.3, rel=0.1)
-    for prefix in (prefix for keys_and_values in soft.prefixes() for prefix in keys_and_values):
-        assert 0.005 < prefix.std().item() < 0.04  # far below the keys and values of a layer, which are about 1
+    keys, values = zip(*soft.prefixes(), strict=True)
+    for tensor in (*keys, *values):
+        assert 0.005 < tensor.std().item() < 0.04  # far below the keys and values of a layer, which are about 1
 
 
 @pytest.mark.parametrize("projection", [None, 6])
 def test_every_layer_and_token_has_different_keys_and_values(projection: int | None) -> None:
     soft = build_soft_prompts(TINY.model_copy(update={"projection": projection}), 0)
-    prefixes = [prefix for keys_and_values in soft.prefixes() for prefix in keys_and_values]
-    assert [tuple(prefix.shape) for prefix in prefixes] == [(5, 8)] * 6
-    assert len({prefix[token].detach().numpy().tobytes() for prefix in prefixes for token in range(5)}) == 30
+    tensors = [tensor for keys_and_values in soft.prefixes() for tensor in keys_and_values]
+    assert [tuple(tensor.shape) for tensor in tensors] == [(5, 8)] * 6
+    assert all(not torch.equal(a, b) for i, a in enumerate(tensors) for b in tensors[:i])
+    assert len({tensor[index].detach().numpy().tobytes() for tensor in tensors for index in range(5)}) == 30
 
 
 def test_a_prefix_embedding_changes_the_keys_and_values_of_its_token_in_every_layer() -> None:
@@ -94,11 +96,11 @@ def test_prefixes_are_the_keys_and_values_of_the_parameter() -> None:
 def test_the_mapping_is_applied_and_gradients_reach_every_parameter(projection: int | None) -> None:
     soft = build_soft_prompts(TINY.model_copy(update={"projection": projection}), 0)
 
-    def read_states(prompts: SoftPrompts) -> torch.Tensor:
+    def compute_hidden_states(prompts: SoftPrompts) -> torch.Tensor:
         assert prompts is soft
         pooled = sum((keys * values).sum() for keys, values in prompts.prefixes())
         return prompts.image_tokens[None] * pooled
 
-    soft(read_states).square().sum().backward()
+    soft(compute_hidden_states).square().sum().backward()
     assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in soft.parameters())
-    assert torch.equal(soft.mapping(read_states(soft)), soft(read_states))
+    assert torch.equal(soft.mapping(compute_hidden_states(soft)), soft(compute_hidden_states))

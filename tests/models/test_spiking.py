@@ -50,19 +50,20 @@ def firing_steps(shape: SpikingShape, current: list[float]) -> list[int]:
 def reference_spikes(
     shape: SpikingShape, current: np.ndarray, fire: Callable[[int, np.ndarray], np.ndarray]
 ) -> np.ndarray:
-    """Reference implementation of the neuron with `fire(time, above)` in place of the spike."""
-    charge, raised, past = np.zeros_like(current[0]), np.zeros_like(current[0]), []
-    for time, now in enumerate(current):
-        free = np.ones_like(now)
-        for before in past[max(0, time - shape.refractory) : time] if shape.refractory else ():
-            free = free * (1 - before)
-        charge = shape.leak * charge + free * now
-        raised = shape.adaptation_leak * raised + (shape.adaptation * past[-1] if past else 0)
-        level = shape.threshold + raised
-        fired = free * fire(time, charge - level)
-        charge = charge * (1 - fired) if shape.reset == "zero" else charge - level * fired
-        past.append(fired)
-    return np.stack(past)
+    """Reference implementation of the neuron with `fire(step, excess)` in place of the spike."""
+    potential, threshold_increase, spikes = np.zeros_like(current[0]), np.zeros_like(current[0]), []
+    for step, step_current in enumerate(current):
+        can_fire = np.ones_like(step_current)
+        for previous in spikes[max(0, step - shape.refractory) : step] if shape.refractory else ():
+            can_fire = can_fire * (1 - previous)
+        potential = shape.leak * potential + can_fire * step_current
+        increase = shape.adaptation * spikes[-1] if spikes else 0
+        threshold_increase = shape.adaptation_leak * threshold_increase + increase
+        threshold = shape.threshold + threshold_increase
+        new_spikes = can_fire * fire(step, potential - threshold)
+        potential = potential * (1 - new_spikes) if shape.reset == "zero" else potential - threshold * new_spikes
+        spikes.append(new_spikes)
+    return np.stack(spikes)
 
 
 # The surrogate
@@ -70,11 +71,11 @@ def reference_spikes(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_spike_is_binary_with_the_gradient_of_the_smooth_step(kind: Surrogate) -> None:
-    charge = torch.linspace(-2, 2, 401, dtype=torch.float64, requires_grad=True)
-    fired = spike(charge, kind, 3.0)
-    assert fired.tolist() == [float(value >= 0) for value in charge.tolist()]
-    (gradient,) = torch.autograd.grad(fired.sum(), charge)
-    up, down = (smooth_spike(charge.detach() + side, kind, 3.0) for side in (EPS, -EPS))
+    excess = torch.linspace(-2, 2, 401, dtype=torch.float64, requires_grad=True)
+    spikes = spike(excess, kind, 3.0)
+    assert spikes.tolist() == [float(value >= 0) for value in excess.tolist()]
+    (gradient,) = torch.autograd.grad(spikes.sum(), excess)
+    up, down = (smooth_spike(excess.detach() + change, kind, 3.0) for change in (EPS, -EPS))
     torch.testing.assert_close(gradient, (up - down) / (2 * EPS), rtol=1e-5, atol=1e-8)
     assert (gradient > 0).all()
 
@@ -89,10 +90,10 @@ def test_smooth_step_rises_from_0_to_1_and_is_half_at_the_threshold(kind: Surrog
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_second_derivative_matches_finite_differences(kind: Surrogate) -> None:
-    charge = draw(50).requires_grad_()
-    (first,) = torch.autograd.grad(spike(charge, kind, 2.0).sum(), charge, create_graph=True)
-    (second,) = torch.autograd.grad(first.sum(), charge)
-    up, down = (surrogate_gradient(charge.detach() + side, kind, 2.0) for side in (EPS, -EPS))
+    excess = draw(50).requires_grad_()
+    (first,) = torch.autograd.grad(spike(excess, kind, 2.0).sum(), excess, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), excess)
+    up, down = (surrogate_gradient(excess.detach() + change, kind, 2.0) for change in (EPS, -EPS))
     torch.testing.assert_close(second, (up - down) / (2 * EPS), rtol=1e-4, atol=1e-6)
 
 
@@ -109,30 +110,30 @@ def test_gradient_equals_the_neuron_with_a_smooth_step(name: str, kind: Surrogat
     spikes = LIF(shape)(current)
     assert 0.1 < spikes.mean().item() < 0.9, "a unit that never or always fires would test nothing"
     (gradient,) = torch.autograd.grad((spikes * torch.from_numpy(weight)).sum(), current)
-    levels: list[np.ndarray] = []
+    original_excess: list[np.ndarray] = []
 
-    def hard(time: int, above: np.ndarray) -> np.ndarray:
-        levels.append(above)
-        return (above >= 0).astype(float)
+    def fire_step(step: int, excess: np.ndarray) -> np.ndarray:
+        original_excess.append(excess)
+        return (excess >= 0).astype(float)
 
-    def smooth(time: int, above: np.ndarray) -> np.ndarray:
-        moved = smooth_spike(torch.from_numpy(above), kind, 2.0) - smooth_spike(
-            torch.from_numpy(levels[time]), kind, 2.0
+    def fire_smooth(step: int, excess: np.ndarray) -> np.ndarray:
+        change = smooth_spike(torch.from_numpy(excess), kind, 2.0) - smooth_spike(
+            torch.from_numpy(original_excess[step]), kind, 2.0
         )
-        return (levels[time] >= 0) + moved.numpy()
+        return (original_excess[step] >= 0) + change.numpy()
 
-    start = current.detach().numpy()
-    np.testing.assert_array_equal(reference_spikes(shape, start, hard), spikes.detach().numpy())
-    expected = np.zeros_like(start)
-    for index in np.ndindex(start.shape):
+    original = current.detach().numpy()
+    np.testing.assert_array_equal(reference_spikes(shape, original, fire_step), spikes.detach().numpy())
+    expected = np.zeros_like(original)
+    for index in np.ndindex(original.shape):
         losses = []
-        for side in (EPS, -EPS):
-            moved = start.copy()
-            moved[index] += side
-            losses.append((reference_spikes(shape, moved, smooth) * weight).sum())
+        for change in (EPS, -EPS):
+            changed = original.copy()
+            changed[index] += change
+            losses.append((reference_spikes(shape, changed, fire_smooth) * weight).sum())
         expected[index] = (losses[0] - losses[1]) / (2 * EPS)
     np.testing.assert_allclose(gradient.numpy(), expected, rtol=1e-5, atol=1e-7)
-    assert np.abs(expected[0]).max() > 1e-3, "no gradient flowed back through time"
+    assert np.abs(expected[0]).max() > 1e-3, "gradients flow back through time"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -160,7 +161,7 @@ def test_every_weight_of_a_deep_network_gets_a_gradient() -> None:
 @pytest.mark.parametrize("leak", [0.5, 0.9, 0.99])
 @pytest.mark.parametrize("refractory", [0, 3])
 def test_constant_current_gives_the_analytic_period(leak: float, refractory: int) -> None:
-    """From rest, n steps of a current I charge to I (1 - leak^n) / (1 - leak)."""
+    """From rest, n steps of a current I give the potential I (1 - leak^n) / (1 - leak)."""
     current, threshold = 0.7, 1.3
     shape = SpikingShape(leak=leak, threshold=threshold, reset="zero", refractory=refractory)
     steps = math.ceil(math.log(1 - threshold * (1 - leak) / current) / math.log(leak))
@@ -169,9 +170,9 @@ def test_constant_current_gives_the_analytic_period(leak: float, refractory: int
     assert {b - a for a, b in pairwise(fired)} == {steps + refractory}
 
 
-def test_current_below_the_leak_never_fires() -> None:
+def test_current_that_leaks_before_it_reaches_the_threshold_never_fires() -> None:
     shape = SpikingShape(leak=0.5)
-    assert firing_steps(shape, [0.49] * 200) == []  # it charges to 0.98
+    assert firing_steps(shape, [0.49] * 200) == []  # the potential approaches 0.98
     assert firing_steps(shape, [0.51] * 200) != []
 
 
@@ -182,8 +183,8 @@ def test_without_leak_spikes_count_whole_thresholds() -> None:
     np.testing.assert_array_equal(spikes.cumsum(0).numpy(), np.floor(np.cumsum(current)))
 
 
-def test_without_leak_the_charge_is_the_cumulative_sum() -> None:
-    """The largest cumulative sum decides whether it ever fires."""
+def test_without_leak_the_potential_is_the_cumulative_sum() -> None:
+    """The largest cumulative sum decides whether the unit ever fires."""
     current = np.random.default_rng(0).normal(0, 1, 50)
     highest = float(current.cumsum().max())
     assert firing_steps(SpikingShape(leak=1.0, threshold=highest - 1e-9), list(current)) == [
@@ -199,7 +200,7 @@ def test_refractory_unit_is_silent_after_a_spike(refractory: int, reset: Any) ->
     assert spikes.sum() > 0
     for gap in range(1, refractory + 1):
         assert (spikes[gap:] * spikes[:-gap]).sum() == 0, gap
-    assert (spikes[refractory + 1 :] * spikes[: -refractory - 1]).sum() > 0, "and not longer"
+    assert (spikes[refractory + 1 :] * spikes[: -refractory - 1]).sum() > 0, "and it may fire again after that"
     assert spikes.mean(0).max() <= SpikingShape(time_steps=60, refractory=refractory).highest_rate
 
 
@@ -248,12 +249,12 @@ def test_layer_is_stateless_and_independent_of_the_batch_split() -> None:
         assert torch.equal(torch.cat([layer(part) for part in x.split(size, dim=1)], dim=1), full)
 
 
-def test_bf16_input_charges_in_float32() -> None:
+def test_potential_of_bf16_currents_is_summed_in_float32() -> None:
     """In bfloat16 a running sum of 0.01 stops growing at 2."""
     shape = SpikingShape(leak=1.0, threshold=3.0)
-    fired = LIF(shape)(torch.full((400, 1, 1), 0.01, dtype=torch.bfloat16))
-    assert fired.dtype == torch.float32
-    assert fired.sum() == 1
+    spikes = LIF(shape)(torch.full((400, 1, 1), 0.01, dtype=torch.bfloat16))
+    assert spikes.dtype == torch.float32
+    assert spikes.sum() == 1
 
 
 def test_constant_current_is_multiplied_once() -> None:
@@ -350,7 +351,7 @@ def test_refractory_unit_at_its_highest_rate_is_saturated() -> None:
     assert unit_activity_metrics(unit_activity(spikes).numpy())["saturated"] == 0.0
 
 
-def test_activity_is_a_sum_over_counted_examples() -> None:
+def test_activity_is_a_sum_over_the_examples_of_the_mask() -> None:
     spikes = build_spikes()
     total, number = sum_activity(spikes)["firing_rate"]
     assert (total.item(), number.item()) == (pytest.approx(0.25 + 0.5 + 0.5625), 3)

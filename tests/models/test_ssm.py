@@ -34,16 +34,16 @@ def draw_inputs(
     groups: int = 2,
     states: int = 5,
     dtype: torch.dtype = torch.float64,
-    longest: float = 0.5,
+    max_time_step: float = 0.5,
     seed: int = 0,
 ) -> tuple[Tensor, ...]:
-    """Draw x, dt, A, B, C with time steps up to `longest` and rates up to 16."""
+    """Draw x, dt, A, B, C with time steps up to `max_time_step` and decay rates up to 16."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
-    dt = torch.rand(rows, length, heads, generator=generator, dtype=torch.float64) * longest
+    dt = torch.rand(rows, length, heads, generator=generator, dtype=torch.float64) * max_time_step
     A = -16 * torch.rand(heads, generator=generator, dtype=torch.float64)
     x = normal(rows, length, heads, size)
     return x, dt.to(dtype), A.to(dtype), normal(rows, length, groups, states), normal(rows, length, groups, states)
@@ -65,7 +65,7 @@ def small_shape(**changes: Any) -> SSMShape:
 
 
 def small_layer(*, seed: int = 0, dtype: torch.dtype = torch.float64, **changes: Any) -> StateSpace:
-    """Wide initial weights, so that some heads forget within a few tokens and some within hundreds."""
+    """Build a layer with wide initial weights, so that some heads forget within a few tokens and some within hundreds."""
     layer = StateSpace(small_shape(**changes))
     initialise(layer, seed, std=0.2, residual_layers=1)
     return layer.to(dtype)
@@ -115,7 +115,7 @@ def test_chunked_scan_equals_the_recurrence(
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 1000])
 def test_chunked_scan_at_lengths_around_the_chunk_size(length: int) -> None:
     for dtype, bound in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
-        scan_inputs = draw_inputs(length=length, dtype=dtype, longest=0.1)
+        scan_inputs = draw_inputs(length=length, dtype=dtype, max_time_step=0.1)
         fast, slow = scan_chunked(*scan_inputs, chunk=64), scan_recurrent(*scan_inputs)
         assert fast[0].shape == slow[0].shape
         assert relative_error(fast[0], slow[0]) < bound
@@ -124,7 +124,7 @@ def test_chunked_scan_at_lengths_around_the_chunk_size(length: int) -> None:
 
 def test_large_decay_does_not_lose_precision() -> None:
     """Float32 sums lost 1e-3 here: the decay between adjacent tokens is the difference of two sums near -10,000."""
-    x, dt, A, B, C = draw_inputs(length=64, dtype=torch.float32, longest=0.01)
+    x, dt, A, B, C = draw_inputs(length=64, dtype=torch.float32, max_time_step=0.01)
     dt[:, 5] = 1000.0
     assert (
         relative_error(scan_chunked(x, dt, A, B, C, chunk=64)[0][:, 6:], scan_recurrent(x, dt, A, B, C)[0][:, 6:])
@@ -136,7 +136,7 @@ def test_large_decay_does_not_lose_precision() -> None:
 @pytest.mark.parametrize("has_state", [False, True])
 def test_states_pass_through_nested_groups(has_resets: bool, has_state: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scan, "MAX_CHUNKS_PER_PRODUCT", 3)
-    scan_inputs = draw_inputs(length=85, longest=0.05)
+    scan_inputs = draw_inputs(length=85, max_time_step=0.05)
     options: dict[str, Any] = {"state": draw_state(scan_inputs[0], scan_inputs[3])} if has_state else {}
     if has_resets:
         options["resets"] = torch.rand(2, 85, generator=torch.Generator().manual_seed(0)) < 0.02
@@ -152,9 +152,9 @@ def test_chunked_gradients_equal_the_recurrence() -> None:
         scan_inputs = draw_inputs(dtype=dtype)
         state = draw_state(scan_inputs[0], scan_inputs[3])
         gradients = []
-        for form in (lambda *a, **k: scan_chunked(*a, chunk=8, **k), scan_recurrent):
+        for run_scan in (lambda *a, **k: scan_chunked(*a, chunk=8, **k), scan_recurrent):
             leaves = [t.clone().requires_grad_() for t in (*scan_inputs, state)]
-            y, last = form(*leaves[:5], state=leaves[5], resets=resets)
+            y, last = run_scan(*leaves[:5], state=leaves[5], resets=resets)
             gradients.append(torch.autograd.grad(y.sin().sum() + last.cos().sum(), leaves))
         for fast, slow in zip(*gradients, strict=True):
             assert relative_error(fast, slow) < bound
@@ -350,8 +350,8 @@ def test_layer_compiles_to_one_graph(packed: bool) -> None:
     documents = torch.arange(T)[None].repeat(2, 1) // 9 if packed else None
     compiled = torch.compile(layer, fullgraph=True, dynamic=False, backend="aot_eager")
     outputs = []
-    for form in (compiled, layer):
-        y = form(x, documents=documents)[0]
+    for module in (compiled, layer):
+        y = module(x, documents=documents)[0]
         outputs.append((y, *torch.autograd.grad(y.sin().sum(), list(layer.parameters()))))
     assert all(relative_error(actual, expected) < 1e-12 for actual, expected in zip(*outputs, strict=True))
 
@@ -432,7 +432,6 @@ def test_layer_matches_transformers(groups: int) -> None:
 
 
 def test_cached_decoding_matches_transformers() -> None:
-
     model, ours = build_transformers_pair("Mamba2ForCausalLM", 2)
     trunk, tokens = model.backbone, torch.randint(0, 11, (2, 14), generator=torch.Generator().manual_seed(0))
 

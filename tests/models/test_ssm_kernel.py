@@ -56,8 +56,8 @@ def test_gated_norm_kernel_matches_torch(rows: int, size: int) -> None:
         layer.weight.copy_(normal(size, seed=3))
     x, gate = normal(1, rows, size).requires_grad_(), normal(1, rows, size + 8, seed=1).requires_grad_()
     outputs = []
-    for form in (layer.forward_fused, layer):
-        y = form(x, gate[..., :size])
+    for compute in (layer.forward_fused, layer):
+        y = compute(x, gate[..., :size])
         outputs.append((y, *torch.autograd.grad(y, (x, gate, layer.weight), normal(*y.shape, seed=2))))
     assert all(relative_error(actual, expected) < 1e-5 for actual, expected in zip(*outputs, strict=True))
 
@@ -88,7 +88,7 @@ def test_layer_with_kernels_matches_torch(packed: bool, compiled: bool) -> None:
     for fused in (True, False):
         layer.has_kernels = fused
         torch.compiler.reset()
-        form = torch.compile(layer, fullgraph=True, dynamic=False) if compiled and fused else layer
-        y = form(x, documents=documents)[0]
+        module = torch.compile(layer, fullgraph=True, dynamic=False) if compiled and fused else layer
+        y = module(x, documents=documents)[0]
         outputs.append((y, *torch.autograd.grad(y, (x, *layer.parameters()), normal(*y.shape, seed=2))))
     assert all(relative_error(actual, expected) < 5e-5 for actual, expected in zip(*outputs, strict=True))

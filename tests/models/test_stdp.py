@@ -29,9 +29,9 @@ TRIPLET = replace(PAIR, a3_plus=0.9, a3_minus=0.3, tau_x=6.0, tau_y=7.0)
 EVEN = STDPRule(a_plus=1.0, a_minus=1.0, tau_plus=4.0, tau_minus=4.0, same_step="none")
 
 
-def build_train(*steps: int, of: int = 12) -> Tensor:
+def build_train(*steps: int, num_steps: int = 12) -> Tensor:
     """Build a train [S, 1, 1] with spikes at these steps."""
-    train = torch.zeros(of, 1, 1, dtype=torch.float64)
+    train = torch.zeros(num_steps, 1, 1, dtype=torch.float64)
     train[list(steps)] = 1.0
     return train
 
@@ -114,10 +114,12 @@ def test_symmetric_train_changes_by_the_difference_of_both_sides() -> None:
     )
 
 
-def change_per_pair(every: int, rule: STDPRule) -> float:
-    """Return the change per pairing (input 1 step before output) among twenty at this interval."""
-    firsts = range(0, 20 * every, every)
-    pre, post = build_train(*firsts, of=20 * every), build_train(*(s + 1 for s in firsts), of=20 * every)
+def change_per_pair(interval: int, rule: STDPRule) -> float:
+    """Return the mean change of twenty pairs (input 1 step before output), one every `interval` steps."""
+    num_steps = 20 * interval
+    pre_steps = range(0, num_steps, interval)
+    pre = build_train(*pre_steps, num_steps=num_steps)
+    post = build_train(*(step + 1 for step in pre_steps), num_steps=num_steps)
     return net_change(pre, post, rule) / 20
 
 
@@ -125,13 +127,13 @@ def test_potentiation_grows_with_rate_for_triplets_only() -> None:
     pair = replace(EVEN, tau_minus=6.0)
     triplet = replace(pair, a3_plus=1.0, tau_y=12.0)
     alone = math.exp(-1 / 4)
-    slow, quick = (change_per_pair(every, pair) for every in (40, 4))
+    slow, quick = (change_per_pair(interval, pair) for interval in (40, 4))
     assert slow == pytest.approx(alone, rel=0.01)  # so far apart that pairs do not interact
     assert quick < slow
-    rates = [change_per_pair(every, triplet) for every in (40, 20, 10, 6)]
-    assert rates == sorted(rates)
-    assert rates[-1] > 1.3 * rates[0]
-    assert rates[0] == pytest.approx(alone * (1 + math.exp(-40 / 12)), rel=0.01)
+    changes = [change_per_pair(interval, triplet) for interval in (40, 20, 10, 6)]
+    assert changes == sorted(changes)
+    assert changes[-1] > 1.3 * changes[0]
+    assert changes[0] == pytest.approx(alone * (1 + math.exp(-40 / 12)), rel=0.01)
 
 
 def test_earlier_output_spike_raises_the_gain_by_its_trace() -> None:
@@ -144,8 +146,8 @@ def test_earlier_output_spike_raises_the_gain_by_its_trace() -> None:
 
 
 def test_trace_with_and_without_its_own_step() -> None:
-    spikes = build_train(0, 3, of=5)
-    before, after = (compute_trace(spikes, 2.0, with_own_step=own)[:, 0, 0] for own in (False, True))
+    spikes = build_train(0, 3, num_steps=5)
+    before, after = (compute_trace(spikes, 2.0, with_own_step=flag)[:, 0, 0] for flag in (False, True))
     torch.testing.assert_close(after, before + spikes[:, 0, 0])
     expected = [0.0, math.exp(-0.5), math.exp(-1.0), math.exp(-1.5), math.exp(-2.0) + math.exp(-0.5)]
     torch.testing.assert_close(before, torch.tensor(expected, dtype=torch.float64))
@@ -193,7 +195,7 @@ def test_bf16_is_summed_in_float32() -> None:
 
 
 @given(st.integers(0, 10_000))
-def test_soft_bounds_slow_down_towards_them(seed: int) -> None:
+def test_changes_slow_down_towards_soft_bounds(seed: int) -> None:
     rng = np.random.default_rng(seed)
     weight, gain, loss = (torch.from_numpy(x) for x in rng.normal(size=(3, 4, 5)))
     weight, gain, loss = weight.clamp(-1, 2), gain.abs(), loss.abs()
@@ -215,7 +217,7 @@ def test_out_of_bounds_weights_may_only_move_back() -> None:
 
 
 @given(st.integers(0, 10_000))
-def test_rows_preserve_sum_and_norm(seed: int) -> None:
+def test_matched_rows_have_the_sum_and_norm_of_their_reference(seed: int) -> None:
     new, like = (torch.from_numpy(x) for x in np.random.default_rng(seed).normal(size=(2, 3, 5)))
     matched = match_row_statistics(new, like)
     torch.testing.assert_close(matched.sum(1), like.sum(1))

@@ -22,26 +22,26 @@ def build_network(seed: int = 0, **changes: object) -> TextClassifier:
     return model.eval()
 
 
-def draw_texts(lengths: list[int], *, to: int, filled_with: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    words = torch.randint(1, 30, (len(lengths), 40), generator=torch.Generator().manual_seed(0))[:, :to]
-    mask = torch.arange(to) < torch.tensor(lengths)[:, None]
-    return words.where(mask, torch.tensor(filled_with)), mask
+def draw_texts(lengths: list[int], *, padded_length: int, padding_id: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    words = torch.randint(1, 30, (len(lengths), 40), generator=torch.Generator().manual_seed(0))[:, :padded_length]
+    mask = torch.arange(padded_length) < torch.tensor(lengths)[:, None]
+    return words.where(mask, torch.tensor(padding_id)), mask
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(0, 12), st.integers(0, 29))
-def test_padding_and_batch_have_no_effect(lengths: list[int], num_padding: int, filled_with: int) -> None:
+def test_padding_and_batch_have_no_effect(lengths: list[int], num_padding: int, padding_id: int) -> None:
     model = build_network()
     with torch.no_grad():
-        together = model(*draw_texts(lengths, to=max(lengths) + num_padding, filled_with=filled_with))
+        together = model(*draw_texts(lengths, padded_length=max(lengths) + num_padding, padding_id=padding_id))
         for i, length in enumerate(lengths):
-            ids, mask = draw_texts(lengths, to=max(lengths) + num_padding)
+            ids, mask = draw_texts(lengths, padded_length=max(lengths) + num_padding)
             alone = model(ids[i : i + 1, :length], mask[i : i + 1, :length])
             torch.testing.assert_close(together[i], alone[0], rtol=1e-6, atol=1e-6)
 
 
 def test_empty_row_has_zero_features_and_finite_gradients() -> None:
     model = build_network().train()
-    ids, mask = draw_texts([0, 4], to=6)
+    ids, mask = draw_texts([0, 4], padded_length=6)
     features = model.features(ids, mask)
     assert (features[0] == 0).all()
     model.head(features).square().sum().backward()
@@ -63,12 +63,12 @@ def test_features_depend_on_all_tokens_and_their_order() -> None:
     model.features(torch.tensor([[4, 5, 6, 7]]), torch.ones(1, 4, dtype=torch.bool))
     last[0][0, 0].square().sum().backward()
     assert x.grad is not None
-    assert (x.grad[0].abs().amax(1) > 1e-6).all(), "the first token does not attend to later ones"
+    assert (x.grad[0].abs().amax(1) > 1e-6).all(), "the first token attends to later ones"
 
 
 def test_logits_are_the_head_of_the_features() -> None:
     model = build_network()
-    ids, mask = draw_texts([7, 3], to=7)
+    ids, mask = draw_texts([7, 3], padded_length=7)
     assert model.features(ids, mask).shape == (2, SHAPE.num_features)
     torch.testing.assert_close(model.head(model.features(ids, mask)), model(ids, mask))
 
@@ -76,37 +76,37 @@ def test_logits_are_the_head_of_the_features() -> None:
 def test_initial_weights_depend_on_seed_and_name_also_from_the_meta_device() -> None:
     first, other = build_network(0), build_network(1)
     with torch.device("meta"):
-        bare = TextClassifier(SHAPE)
-    bare.to_empty(device="cpu")
-    initialise_encoder(bare, 0)
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), bare.parameters(), strict=True))
+        materialised = TextClassifier(SHAPE)
+    materialised.to_empty(device="cpu")
+    initialise_encoder(materialised, 0)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), materialised.parameters(), strict=True))
     assert not torch.equal(first.embedding.weight, other.embedding.weight)
     assert (first.norm.weight == 1).all()
-    ids, mask = draw_texts([7, 3], to=7)
-    assert torch.equal(first(ids, mask), bare.eval()(ids, mask)), "position tables are uninitialised"
+    ids, mask = draw_texts([7, 3], padded_length=7)
+    assert torch.equal(first(ids, mask), materialised.eval()(ids, mask)), "rotary tables are recomputed"
 
 
 def test_checkpointing_changes_no_gradient() -> None:
     gradients = []
-    for is_on in (False, True):
+    for checkpoint_blocks in (False, True):
         model = build_network(dropout=0.2, attention_dropout=0.2).train()
-        model.checkpoint_blocks = is_on
+        model.checkpoint_blocks = checkpoint_blocks
         torch.manual_seed(0)
-        model(*draw_texts([7, 3], to=9)).square().sum().backward()
+        model(*draw_texts([7, 3], padded_length=9)).square().sum().backward()
         gradients.append([p.grad for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-@pytest.mark.parametrize("which", ["dropout", "attention_dropout"])
-def test_dropout_acts_in_training_only(which: str) -> None:
-    model, (ids, mask) = build_network(**{which: 0.5}), draw_texts([7, 3], to=9)
+@pytest.mark.parametrize("key", ["dropout", "attention_dropout"])
+def test_dropout_acts_in_training_only(key: str) -> None:
+    model, (ids, mask) = build_network(**{key: 0.5}), draw_texts([7, 3], padded_length=9)
     assert torch.equal(model(ids, mask), model(ids, mask))
     model.train()
     assert not torch.equal(model(ids, mask), model(ids, mask))
 
 
 def test_bf16_is_close_with_finite_gradients() -> None:
-    model, (ids, mask) = build_network().train(), draw_texts([7, 3], to=9)
+    model, (ids, mask) = build_network().train(), draw_texts([7, 3], padded_length=9)
     plain = model(ids, mask)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         low_precision = model(ids, mask)

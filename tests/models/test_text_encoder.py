@@ -46,8 +46,8 @@ def test_encoding_depends_on_all_tokens_and_their_order(encoder: TextEncoder) ->
     mask = torch.ones(1, 3, dtype=torch.bool)
     with torch.no_grad():
         first, last, reordered = (encoder(torch.tensor([ids]), mask) for ids in ([1, 2, 3], [1, 2, 4], [2, 1, 3]))
-    assert (first[0, 0] - last[0, 0]).abs().max() > 1e-3, "the first token does not attend to the last"
-    assert (first[0, 2] - reordered[0, 2]).abs().max() > 1e-4, "the order of tokens has no effect"
+    assert (first[0, 0] - last[0, 0]).abs().max() > 1e-3, "the first token attends to the last"
+    assert (first[0, 2] - reordered[0, 2]).abs().max() > 1e-4, "the order of tokens matters"
 
 
 def test_the_encoding_has_unit_variance_from_the_first_step(encoder: TextEncoder) -> None:
@@ -91,10 +91,10 @@ def test_only_the_encoder_of_an_encoder_decoder_is_loaded(tmp_path: Path) -> Non
     assert (metadata.width, metadata.vocab_size, metadata.is_clip) == (16, 40, False)
 
 
-def _copy_folder(folder: Path, to: Path) -> Path:
+def _copy_folder(folder: Path, target: Path) -> Path:
     for file in folder.iterdir():
-        (to / file.name).write_bytes(file.read_bytes())
-    return to
+        (target / file.name).write_bytes(file.read_bytes())
+    return target
 
 
 def test_missing_weight_is_refused(clip: Path, tmp_path: Path) -> None:

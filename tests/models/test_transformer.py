@@ -46,13 +46,13 @@ def draw_tokens(rows: int = 2, length: int = T, *, seed: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_named_sizes_have_their_documented_parameters(size: str) -> None:
-    vocab_size, declared = DOCUMENTED_PARAMETERS[size]
+def test_named_size_has_the_documented_number_of_parameters(size: str) -> None:
+    vocab_size, documented = DOCUMENTED_PARAMETERS[size]
     shape = shape_for_size(size, vocab_size=vocab_size)
     with torch.device("meta"):
         counted = sum(p.numel() for p in Transformer(shape).parameters())
     assert shape.num_parameters() == counted
-    assert abs(counted / declared - 1) < 0.02
+    assert abs(counted / documented - 1) < 0.02
 
 
 @pytest.mark.parametrize("changes", [{}, {"tie_embeddings": False}, {"qk_norm": False}, {"num_kv_heads": 4}])
@@ -74,7 +74,7 @@ def test_untied_embedding_costs_no_flops() -> None:
 def test_impossible_shapes_name_the_remedy() -> None:
     with pytest.raises(ValidationError, match=r"num_heads 6 is not a multiple of num_kv_heads 4.*try num_kv_heads 3"):
         small_shape(num_heads=6, num_kv_heads=4)
-    with pytest.raises(ValidationError, match="head_size 7 is odd"):
+    with pytest.raises(ValidationError, match=r"head_size 7 is odd.*try head_size 8"):
         small_shape(head_size=7)
     with pytest.raises(UsageError, match=r"'vers' is not a size.*did you mean 'verse'"):
         shape_for_size("vers", vocab_size=V)
@@ -85,11 +85,11 @@ def test_impossible_shapes_name_the_remedy() -> None:
 def test_names_and_shapes_are_those_of_transformers(qk_norm: bool, tied: bool) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-    config, peer = (Qwen3Config, Qwen3ForCausalLM) if qk_norm else (LlamaConfig, LlamaForCausalLM)
+    config_class, model_class = (Qwen3Config, Qwen3ForCausalLM) if qk_norm else (LlamaConfig, LlamaForCausalLM)
     shape = small_shape(qk_norm=qk_norm, tie_embeddings=tied)
     with torch.device("meta"):
-        theirs = peer(
-            config(
+        theirs = model_class(
+            config_class(
                 vocab_size=V,
                 hidden_size=32,
                 intermediate_size=48,
@@ -116,7 +116,7 @@ def test_a_later_token_changes_no_earlier_logit() -> None:
     assert ((after[:, 15:] - before[:, 15:]).abs().amax(dim=(0, 2)) > 1e-4).all(), "each later position sees the change"
 
 
-def test_loss_is_the_sum_over_counted_targets() -> None:
+def test_loss_is_the_sum_over_targets_that_are_not_ignored() -> None:
     model, tokens, targets = small_model().eval(), draw_tokens(), draw_tokens(seed=1)
     targets[0, 5:9] = -100
     expected = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), reduction="sum")

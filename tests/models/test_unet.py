@@ -72,11 +72,11 @@ def test_initial_weights_depend_on_the_seed_only() -> None:
     torch.manual_seed(1)
     first = build_generator(build_shape("class"), 7).state_dict()
     torch.manual_seed(2)
-    same, other = (
+    repeated, other = (
         build_generator(build_shape("class"), 7).state_dict(),
         build_generator(build_shape("class"), 8).state_dict(),
     )
-    assert all(torch.equal(first[name], same[name]) for name in first)
+    assert all(torch.equal(first[name], repeated[name]) for name in first)
     assert not torch.equal(first["backbone.unet.conv_in.weight"], other["backbone.unet.conv_in.weight"])
 
 

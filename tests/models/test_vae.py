@@ -110,15 +110,15 @@ def test_exported_folder_loads_in_one_two_and_three_dimensions(dims: Any, tmp_pa
 
 def test_weights_with_names_from_before_2023_load(tmp_path: Path) -> None:
     model = small_model()
-    old = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
+    old_names = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
     export_autoencoder(model.state_dict(), model.shape, tmp_path)
     tensors = load_file(tmp_path / WEIGHTS)
     for name in list(tensors):
-        for new, before in old.items():
-            if f".{new}." in name:
+        for new_name, old_name in old_names.items():
+            if f".{new_name}." in name:
                 value = tensors.pop(name)
                 is_matrix = name.endswith("weight")
-                tensors[name.replace(new, before)] = value[..., None, None].contiguous() if is_matrix else value
+                tensors[name.replace(new_name, old_name)] = value[..., None, None].contiguous() if is_matrix else value
     assert any("proj_attn" in name for name in tensors)
     save_file(tensors, tmp_path / WEIGHTS)
     loaded = load_autoencoder(tmp_path).state_dict()
@@ -186,29 +186,30 @@ def test_latent_and_reconstruction_shapes(dims: Any) -> None:
     assert not torch.allclose(reconstruction, model(x, 0 * noise)[0], atol=1e-3)
 
 
-@pytest.mark.parametrize(("times", "frames"), [(1, 5), (2, 7), (4, 9)])
+@pytest.mark.parametrize(("factor", "frames"), [(1, 5), (2, 7), (4, 9)])
 @torch.no_grad()
-def test_causal_time_later_frames_do_not_change_earlier_ones(times: int, frames: int) -> None:
-    model = small_model(dims=3, causal_time=True, temporal_downsample=times, widths=(16, 16, 16))
+def test_in_causal_time_later_frames_do_not_change_earlier_ones(factor: int, frames: int) -> None:
+    model = small_model(dims=3, causal_time=True, temporal_downsample=factor, widths=(16, 16, 16))
     x = draw(1, frames, 8, 8, 3)
     mean, log_variance = model.encode(x)
-    assert mean.shape[1] == 1 + (frames - 1) // times
+    assert mean.shape[1] == 1 + (frames - 1) // factor
     decoded = model.decode(mean)
     assert decoded.shape == x.shape
     for first_changed in range(1, frames):
         other = x.clone()
         other[:, first_changed:] = draw(1, frames - first_changed, 8, 8, 3, seed=2)
-        # Latent 0 encodes frame 0, latent i the frames up to times * i.
-        same = 1 + (first_changed - 1) // times
+        # Latent 0 encodes frame 0, latent i the frames up to factor * i.
+        num_equal = 1 + (first_changed - 1) // factor
         for before, after in zip((mean, log_variance), model.encode(other), strict=True):
-            torch.testing.assert_close(after[:, :same], before[:, :same], atol=1e-6, rtol=1e-5)
-            assert not torch.allclose(after[:, same:], before[:, same:], atol=1e-3)
+            torch.testing.assert_close(after[:, :num_equal], before[:, :num_equal], atol=1e-6, rtol=1e-5)
+            assert not torch.allclose(after[:, num_equal:], before[:, num_equal:], atol=1e-3)
     for first_changed in range(1, mean.shape[1]):
         latents = mean.clone()
         latents[:, first_changed:] += 1
-        same = 1 + (first_changed - 1) * times
-        torch.testing.assert_close(model.decode(latents)[:, :same], decoded[:, :same], atol=1e-6, rtol=1e-5)
-        assert not torch.allclose(model.decode(latents)[:, same], decoded[:, same], atol=1e-3)
+        num_equal = 1 + (first_changed - 1) * factor
+        changed = model.decode(latents)
+        torch.testing.assert_close(changed[:, :num_equal], decoded[:, :num_equal], atol=1e-6, rtol=1e-5)
+        assert not torch.allclose(changed[:, num_equal], decoded[:, num_equal], atol=1e-3)
 
 
 @torch.no_grad()

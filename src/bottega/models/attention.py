@@ -27,10 +27,11 @@ class SequenceContext:
 
     `start` is the position of the first token: an integer for all rows, or a tensor (B) if rows start at
     different positions.
-    `stop` is the end of the cache range.
+    `stop` is the end of the cache range: keys and values before this position are attended to.
     """
 
     cos: Tensor
+    """Cosine of each rotary angle, (T, h), or (B, 1, T, h) if rows start at different positions; `sin` likewise."""
     sin: Tensor
     mask: Mask = None
     is_causal: bool = True
@@ -82,7 +83,7 @@ def _compile_create_block_mask() -> Callable[..., BlockMask]:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, is_causal: bool, dropout: float) -> Tensor:
-    """Attention of q (B, H, T, h) over k, v (B, K, S, h)."""
+    """Return the attention (B, H, T, h) of q (B, H, T, h) over k, v (B, K, S, h)."""
     uses_gqa = q.shape[1] != k.shape[1]
     if isinstance(mask, BlockMask):
         # Uncompiled, FlexAttention would materialise the scores; inside a compiled block it is already fused.

@@ -75,7 +75,7 @@ def build_meta_model(task: Task, seed: int) -> nn.Module | None:
 
 
 def build_meta_models(task: Task, seed: int) -> Mapping[str, nn.Module] | None:
-    """Return the models of a task on the meta device; None if one of them can only be built from its files."""
+    """Return the models of a task on the meta device; None if one of them can only be built from its folder."""
     try:
         with torch.device("meta"), MetaDeviceMode():
             return build_models(task, seed)

@@ -17,8 +17,8 @@ def initial_convolution(name: str, shape: tuple[int, ...], seed: int, *, residua
     """Return the initial value of a parameter: ones for a norm, zeros for a bias, else normal with variance 1 / fan-in.
 
     One variance for all would not do: the fan-in of a 1 x 1 kernel over 4 channels and that of a 3 x 3 x 3 kernel over
-    512 channels differ by a factor of 3,000. Layers that write into the residual stream are scaled so that its variance is
-    kept.
+    512 channels differ by a factor of 3,000. Layers that write into the residual stream are scaled by
+    1 / sqrt(residual_layers), so that as many additions keep its variance.
     """
     owner, _, kind = name.rpartition(".")
     if kind == "bias":

@@ -158,7 +158,7 @@ def _remove_aliases(module: nn.Module, state: dict[str, Any], prefix: str, metad
         del state[key]
 
 
-def _restore_aliases(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+def _restore_aliases(module: nn.Module, state: dict[str, Any], prefix: str, *hook_arguments: Any) -> None:
     """Copy shared tensors to their aliases in a state dict before it is loaded."""
     assert isinstance(module, MultitaskModel)
     for alias, shared in module.aliases.items():

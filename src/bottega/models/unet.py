@@ -140,7 +140,8 @@ def read_unet_config(folder: Path) -> str:
 
 
 def initial_value(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """Return an initial parameter: zeros for the last convolution, so that the first prediction is 0."""
+    """Return an initial parameter as `initial_convolution` does, but zeros for the last convolution: the first prediction
+    is then 0."""
     if name.endswith("conv_out.weight"):
         return np.zeros(shape, np.float32)
     # A stage has only a few residual layers; between stages a norm and a new width start another residual stream.
@@ -194,15 +195,18 @@ def _adapt_folder_config(shape: UNetShape) -> dict[str, Any]:
         )
     if config.get("time_embedding_type", "positional") != "positional":
         raise UsageError(
-            f"model.from: its UNet has time_embedding_type {config['time_embedding_type']}; only positional is supported"
+            f"model.from: its UNet has time_embedding_type {config['time_embedding_type']}; only positional is supported; "
+            "use another UNet"
         )
     if config.get("class_embed_type") not in (None, "identity"):
         raise UsageError(
-            f"model.from: its UNet has class_embed_type {config['class_embed_type']!r}; only identity is supported"
+            f"model.from: its UNet has class_embed_type {config['class_embed_type']!r}; only identity is supported; "
+            "use another UNet"
         )
     if channels != (shape.channels, shape.channels):
         raise UsageError(
-            f"model.from: its UNet takes {channels[0]} channels and gives {channels[1]}, but the samples have {shape.channels}"
+            f"model.from: its UNet takes {channels[0]} channels and gives {channels[1]}, but the samples have "
+            f"{shape.channels}; use another UNet"
         )
     if has_text != (shape.context_size is not None):
         conditions = "text" if has_text else "none, class or vector"
@@ -210,7 +214,8 @@ def _adapt_folder_config(shape: UNetShape) -> dict[str, Any]:
     text_size = config.get("cross_attention_dim", 1280)
     if has_text and text_size != shape.context_size:
         raise UsageError(
-            f"model.text: its tokens have width {shape.context_size}, but the UNet of model.from takes {text_size}"
+            f"model.text: its tokens have width {shape.context_size}, but the UNet of model.from takes {text_size}; "
+            "use the text encoder that the UNet was trained with"
         )
     return config | _build_sample_options(shape)
 

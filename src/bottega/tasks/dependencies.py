@@ -125,7 +125,7 @@ def resolve_model_reference(
     run = find_dependency_run(recipe, name.removeprefix(REFERENCE_PREFIX), runs_folder=runs_folder)
     if not is_run(run) and not (run / FINAL / (required_file or CONFIG)).is_file():
         raise untrained_error(recipe, key, name, run)
-    return resolve_export(run, key=key, required_file=required_file, origin="part")
+    return resolve_export(run, key=key, required_file=required_file, origin="dependency")
 
 
 def resolve_references(recipe: Recipe) -> Recipe:

@@ -1,6 +1,7 @@
 """Autoencoder with discrete latents: vector (VQ) or finite scalar (FSQ) quantization between encoder and decoder.
 
-B batch   C channels, last outside this file   Z channels of a quantized vector   K codes   grid: L, or H W, or T H W
+B batch   C channels, last in all arguments and results   Z channels of a quantized vector   K codes
+grid: L, or H W, or T H W
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ from bottega.models.autoencoder.vae import count_residual_layers
 from bottega.models.initial_conv import initialise_convolutional
 
 MARGIN = 1e-3
-"""How far the bounded range exceeds the outermost levels, so that finite inputs reach them."""
+"""Fraction by which the bounded range exceeds the outermost levels, so that finite inputs reach them."""
 
 
 class FiniteScalarQuantizer(nn.Module):
     """Finite scalar quantization (Mentzer et al., 2023): each channel is rounded to one of its levels.
 
-    It has no parameters, so codes cannot collapse. K is the product of the levels; a code is a number in mixed radix.
-    Levels are Python numbers, because a tensor would be copied to the device at every call.
+    `levels` are the numbers of levels of the channels, and K is their product; a code is a number in mixed radix. There
+    are no parameters, so codes cannot collapse. `levels` are Python numbers, because a tensor would be copied to the
+    device at every call.
     """
 
     def __init__(self, levels: tuple[int, ...]) -> None:
@@ -42,7 +44,8 @@ class FiniteScalarQuantizer(nn.Module):
         The losses, of codebook and commitment, are 0, because there is no codebook.
         """
         scaled = torch.stack(
-            [_bound(channel, level) / (level // 2) for channel, level in self._pair_channels(z.float())], dim=-1
+            [_bound(channel, num_levels) / (num_levels // 2) for channel, num_levels in self._pair_channels(z.float())],
+            dim=-1,
         )
         codes = self.nearest_codes(scaled)
         zeros = z.new_zeros(len(z), dtype=torch.float32)
@@ -50,28 +53,35 @@ class FiniteScalarQuantizer(nn.Module):
 
     def embed_codes(self, codes: Tensor) -> Tensor:
         """Map codes (...) to vectors (..., Z) in -1..1."""
-        digits = [codes // place % level for place, level in zip(self.basis, self.levels, strict=True)]
+        digits = [codes // place % num_levels for place, num_levels in zip(self.basis, self.levels, strict=True)]
         return torch.stack(
-            [(digit - level // 2).float() / (level // 2) for digit, level in zip(digits, self.levels, strict=True)],
+            [
+                (digit - num_levels // 2).float() / (num_levels // 2)
+                for digit, num_levels in zip(digits, self.levels, strict=True)
+            ],
             dim=-1,
         )
 
     def nearest_codes(self, vectors: Tensor) -> Tensor:
         """Map vectors (..., Z) to the codes (...) of the nearest lattice points."""
         digits = [
-            ((channel * (level // 2)).round().long() + level // 2).clamp(0, level - 1)
-            for channel, level in self._pair_channels(vectors)
+            ((channel * (num_levels // 2)).round().long() + num_levels // 2).clamp(0, num_levels - 1)
+            for channel, num_levels in self._pair_channels(vectors)
         ]
         return torch.stack([digit * place for digit, place in zip(digits, self.basis, strict=True)]).sum(0)
 
     def _pair_channels(self, z: Tensor) -> list[tuple[Tensor, int]]:
+        """Return each channel of z with its number of levels."""
         return list(zip(z.unbind(-1), self.levels, strict=True))
 
 
-def _bound(z: Tensor, level: int) -> Tensor:
-    """Squash z to the range that rounds to exactly `level` integers. 0 stays 0; if `level` is even, the range is off-centre."""
-    half_range = (level - 1) * (1 + MARGIN) / 2
-    offset = 0.0 if level % 2 else 0.5
+def _bound(z: Tensor, num_levels: int) -> Tensor:
+    """Squash z to the range that rounds to exactly `num_levels` integers.
+
+    0 stays 0; for an even number of levels the range is off-centre.
+    """
+    half_range = (num_levels - 1) * (1 + MARGIN) / 2
+    offset = 0.0 if num_levels % 2 else 0.5
     return torch.tanh(z + math.atanh(offset / half_range)) * half_range - offset
 
 
@@ -98,16 +108,16 @@ class Codebook(nn.Module):
 
     def embed_codes(self, codes: Tensor) -> Tensor:
         """Map codes (...) to vectors (..., Z) of length sqrt(Z)."""
-        return F.embedding(codes, self.normalized_table())
+        return F.embedding(codes, self.normalized_codebook())
 
     @torch.no_grad()
     def nearest_codes(self, vectors: Tensor) -> Tensor:
         """Map vectors (..., Z) to the codes (...) of largest cosine similarity."""
         # bfloat16 has 8 bits of precision and would confuse directions that differ by 1/256.
         with torch.autocast(vectors.device.type, enabled=False):
-            return (vectors.float() @ self.normalized_table().T).argmax(-1)
+            return (vectors.float() @ self.normalized_codebook().T).argmax(-1)
 
-    def normalized_table(self) -> Tensor:
+    def normalized_codebook(self) -> Tensor:
         """Return the codebook (K, Z) with vectors of length sqrt(Z), as decoding uses it."""
         return _normalize(self.embedding.weight.float())
 
@@ -179,7 +189,7 @@ class CodeAutoencoder(nn.Module):
     def diffusers_state(self) -> dict[str, Tensor]:
         """Return the state dict with normalized codebook vectors, so that VQModel finds the same nearest vector as we do."""
         assert isinstance(self.quantize, Codebook)
-        return {**self.state_dict(), "quantize.embedding.weight": self.quantize.normalized_table().detach()}
+        return {**self.state_dict(), "quantize.embedding.weight": self.quantize.normalized_codebook().detach()}
 
     def _encode_latents(self, x: Tensor) -> Tensor:
         self.shape.autoencoder.latent_grid(x.shape[1:-1])

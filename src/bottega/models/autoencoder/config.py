@@ -86,7 +86,7 @@ class AutoencoderShape(BaseModel):
         # In causal time the first frame is separate, so only the number of the others must be a multiple.
         extras = [int(self.causal_time and name == "frames") for name in names]
         problems = [
-            f"{name} {side} (must be {_describe_allowed(factor, extra)}, such as "
+            f"{name} {side} (must be {_describe_allowed_sides(factor, extra)}, such as "
             f"{extra + max(1 - extra, -(-(side - extra) // factor)) * factor})"
             for name, side, factor, extra in zip(names, grid, factors, extras, strict=True)
             if side <= 0 or (side - extra) % factor
@@ -104,7 +104,7 @@ class AutoencoderShape(BaseModel):
         return (*self.latent_grid(grid), self.latent_channels)
 
 
-def _describe_allowed(factor: int, extra: int) -> str:
+def _describe_allowed_sides(factor: int, extra: int) -> str:
     return f"1 more than a multiple of {factor}" if extra else f"a multiple of {factor}"
 
 
@@ -114,8 +114,9 @@ class CodesShape(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     autoencoder: AutoencoderShape
-    """Its latent_channels are the channels of a quantized vector: one for each level, or the size of a codebook vector."""
+    """Its latent_channels are the size of a quantized vector: the length of `levels`, or the size of a codebook vector."""
     levels: tuple[int, ...] | None = None
+    """Number of levels of each channel."""
     codebook_size: int | None = Field(default=None, gt=1)
 
     @model_validator(mode="after")
@@ -123,13 +124,15 @@ class CodesShape(BaseModel):
         if (self.levels is None) == (self.codebook_size is None):
             raise ValueError("give either levels, such as [8, 5, 5, 5], or codebook_size, such as 1024")
         if self.levels is not None:
-            # Beyond 255 the margin that keeps the outermost levels reachable would be as wide as a level.
+            # Beyond 255 levels the margin that keeps the outermost ones reachable would be as wide as a level.
             if not self.levels or not all(2 <= level <= 255 for level in self.levels):
-                raise ValueError(f"levels is {list(self.levels)}; give at least one level, each between 2 and 255")
+                raise ValueError(
+                    f"levels is {list(self.levels)}; give the number of levels of each channel, between 2 and 255"
+                )
             if self.autoencoder.latent_channels != len(self.levels):
                 raise ValueError(
-                    f"latent_channels is {self.autoencoder.latent_channels}, but there are {len(self.levels)} levels, "
-                    f"each for one channel; set latent_channels to {len(self.levels)}"
+                    f"latent_channels is {self.autoencoder.latent_channels}, but levels has {len(self.levels)} numbers, "
+                    f"one for each channel; set latent_channels to {len(self.levels)}"
                 )
         return self
 

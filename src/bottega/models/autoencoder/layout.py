@@ -76,7 +76,7 @@ def export_autoencoder(
 
 
 def read_autoencoder_shape(folder: Path | str) -> AutoencoderShape:
-    """Return the shape of a folder's autoencoder; raise `UsageError` if our model would not compute exactly the same."""
+    """Return the shape of a folder's autoencoder; raise `UsageError` if our model cannot compute the same as diffusers."""
     path = Path(folder) / CONFIG
     config = read_config(Path(folder))
     class_name = config.get("_class_name", "AutoencoderKL")
@@ -88,7 +88,9 @@ def read_autoencoder_shape(folder: Path | str) -> AutoencoderShape:
         return _convert_diffusers_config({**DEFAULTS, **config}, path)
     except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
         reason = "; ".join(str(error).splitlines()[1:3]) if isinstance(error, ValidationError) else str(error)
-        raise CheckpointError(f"{path} is not the config of an autoencoder ({reason})") from error
+        raise CheckpointError(
+            f"{path} is not the config of an autoencoder ({reason}); download or export the model again"
+        ) from error
 
 
 def _convert_diffusers_config(config: Mapping[str, Any], path: Path) -> AutoencoderShape:
@@ -120,7 +122,9 @@ def _check_supported(config: Mapping[str, Any], path: Path) -> None:
         f"down_block_types {down}": set(down) != {"DownEncoderBlock2D"},
         f"up_block_types {up}": set(up) != {"UpDecoderBlock2D"},
         f"act_fn {config['act_fn']!r}": config["act_fn"] not in ("silu", "swish"),
-        "use_quant_conv without use_post_quant_conv": config["use_quant_conv"] != config["use_post_quant_conv"],
+        f"use_quant_conv {config['use_quant_conv']} with use_post_quant_conv {config['use_post_quant_conv']}": (
+            config["use_quant_conv"] != config["use_post_quant_conv"]
+        ),
         "latents_mean": config["latents_mean"] is not None or config["latents_std"] is not None,
     }
     for problem, is_present in problems.items():

@@ -189,7 +189,7 @@ class MidStage(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Downsampling stages from data (B, C, *grid) to `outputs` channels at the latent resolution."""
+    """Downsampling stages from data (B, C, *grid) to `out_channels` at the latent resolution."""
 
     def __init__(self, shape: AutoencoderShape, out_channels: int) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """Variational autoencoder with KL regularisation; for images it equals diffusers' AutoencoderKL, parameter names included.
 
-B batch   C channels, last outside this file and first inside   Z latent channels   grid: L, or H W, or T H W
+B batch   C channels, last in all arguments and results   Z latent channels   grid: L, or H W, or T H W
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def load_autoencoder(folder: Path | str) -> Autoencoder:
     return model
 
 
-def start_autoencoder(shape: AutoencoderShape, *, folder: str | None) -> Autoencoder:
+def build_autoencoder(shape: AutoencoderShape, *, folder: str | None) -> Autoencoder:
     """Return the model of a folder, whose dimensions must be `shape`; without a folder, a new model."""
     if folder is None:
         return Autoencoder(shape)

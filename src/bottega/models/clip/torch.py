@@ -1,6 +1,6 @@
 """CLIP and SigLIP of transformers, trained from scratch or loaded from a folder: embeddings of images and captions.
 
-B batch   H W image height and width   K captions of each image   T tokens   P embedding width
+B batch   H W image height and width   C channels   K captions of each image   T tokens   P embedding width
 """
 
 from __future__ import annotations
@@ -67,12 +67,15 @@ class Clip(nn.Module):
         self.register_buffer("std", torch.tensor(shape.std), persistent=False)
         self._is_checkpointed = False
 
-    def forward(self, pixels: Tensor, ids: Tensor, numbers: Tensor | None = None) -> ClipOutput:
-        """Score images `pixels` against captions `ids` (B, K, T); captions with equal `numbers` (B, K) must be equal."""
+    def forward(self, pixels: Tensor, ids: Tensor, caption_numbers: Tensor | None = None) -> ClipOutput:
+        """Score images `pixels` (B, H, W, C) against the captions with token ids `ids` (B, K, T).
+
+        Captions with equal `caption_numbers` (B, K) must be equal; they are then encoded once.
+        """
         captions, inverse = ids.flatten(0, 1).long(), None
-        if numbers is not None and ids.device.type == "cpu":
+        if caption_numbers is not None and ids.device.type == "cpu":
             # Only on a CPU: on a GPU the host would wait for the number of distinct captions, which costs more than it saves.
-            distinct_numbers, inverse = numbers.flatten().unique(return_inverse=True)
+            distinct_numbers, inverse = caption_numbers.flatten().unique(return_inverse=True)
             indices = torch.arange(len(inverse))
             captions = captions[torch.zeros_like(distinct_numbers).scatter_(0, inverse, indices)]
             captions = self._trim_padding(captions)

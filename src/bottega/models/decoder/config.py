@@ -65,17 +65,17 @@ class TransformerShape(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _check_parts(self) -> TransformerShape:
+    def _check_mixers_and_experts(self) -> TransformerShape:
         if self.mixers is not None and len(self.mixers) != self.num_layers:
             raise ValueError(
                 f"mixers has length {len(self.mixers)}, but num_layers is {self.num_layers}; give one mixer for each layer"
             )
         if (self.ssm is not None) != self.has_ssm:
             raise ValueError("ssm must be given if a layer is a state-space layer, and only then")
-        for name, part in (("ssm", self.ssm), ("experts", self.experts)):
-            if part is not None and part.hidden_size != self.hidden_size:
+        for name, shape in (("ssm", self.ssm), ("experts", self.experts)):
+            if shape is not None and shape.hidden_size != self.hidden_size:
                 raise ValueError(
-                    f"{name}.hidden_size is {part.hidden_size}, but hidden_size is {self.hidden_size}; they must be equal"
+                    f"{name}.hidden_size is {shape.hidden_size}, but hidden_size is {self.hidden_size}; they must be equal"
                 )
         if self.experts is not None and not any(map(self.has_experts, range(self.num_layers))):
             raise ValueError(
@@ -141,9 +141,10 @@ class TransformerShape(BaseModel):
         return 3 * self.hidden_size * self.intermediate_size + self.hidden_size if self.intermediate_size else 0
 
     def flops_per_token(self, length: int | None = None) -> int:
-        """Return the FLOPs of forward and backward: 6 per weight, and 12 H h T per attention layer (PaLM, appendix B).
+        """Return the FLOPs of forward and backward for one token of a sequence of `length` (default: the context).
 
-        An embedding lookup multiplies nothing, so an embedding counts only if it is also the head.
+        They are 6 per weight, and 12 * num_heads * head_size * length per attention layer (PaLM, appendix B). An embedding
+        lookup multiplies nothing, so an embedding counts only if it is also the head.
         """
         lookup_parameters = 0 if self.tie_embeddings else self.vocab_size * self.hidden_size
         num_ssm_layers = sum(self.mixer(layer) == "ssm" for layer in range(self.num_layers))

@@ -39,7 +39,8 @@ EXPERT_FIELDS = {
     "balance": "balance",
 }
 """Recipe key under model -> field of ExpertsShape."""
-EXPERT_LOSS_KEYS = ("experts_every", "balance_weight", "z_weight")
+OTHER_EXPERT_KEYS = ("experts_every", "balance_weight", "z_weight")
+"""Recipe keys of models with experts that are not fields of ExpertsShape."""
 TRAINING_KEYS = ("dropout", "context", "chunk_size", "capacity_factor", "expert_capacity", "expert_dropout", "balance")
 """Keys that may differ from the folder a model starts from, because no weight depends on them."""
 
@@ -62,11 +63,11 @@ _HYBRID_SIZES: dict[str, dict[str, Any]] = {
 
 
 def find_unused_keys(kind: DecoderKind, size: str | None, options: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return (key, problem and remedy) for each key that this kind of model does not use."""
+    """Return (key, problem and remedy) for each key that this kind of model does not use, or whose value contradicts it."""
     has_experts = kind == "moe" or "num_experts" in options
     problems: list[tuple[str, str]] = []
     for key, value in options.items():
-        if key in (*EXPERT_FIELDS, *EXPERT_LOSS_KEYS) and (not has_experts or kind == "transformer"):
+        if key in (*EXPERT_FIELDS, *OTHER_EXPERT_KEYS) and (not has_experts or kind == "transformer"):
             remedy = "set model.kind: moe" if kind == "transformer" else "set model.num_experts"
             problems.append((key, f"{value}, but kind {kind} has no experts; {remedy}, or remove the key"))
         elif key in SSM_FIELDS and kind in ("transformer", "moe"):
@@ -97,7 +98,7 @@ def describe_balance_problem(balance: str, weight: float) -> str | None:
 
 
 def describe_attention_every_problem(every: int, num_layers: float) -> str | None:
-    """Return why attention in every n-th of `layers` does not make a hybrid; None if it does."""
+    """Return why attention in every n-th of `num_layers` layers does not make a hybrid; None if it does."""
     if every == 1:
         return "1, but then no layer has a state space; use 2 or more, or kind: transformer"
     if every > num_layers:
@@ -186,9 +187,9 @@ def infer_decoder_kind(shape: TransformerShape) -> DecoderKind:
 def shape_to_recipe_keys(shape: TransformerShape) -> dict[str, Any]:
     """Return a shape as recipe keys under model."""
     keys = {**shape.model_dump(exclude={"mixers", "ssm", "experts"}), "kind": infer_decoder_kind(shape)}
-    for field_names, part in ((SSM_FIELDS, shape.ssm), (EXPERT_FIELDS, shape.experts)):
-        if part is not None:
-            keys |= {key: getattr(part, field) for key, field in field_names.items()}
+    for fields_by_key, inner_shape in ((SSM_FIELDS, shape.ssm), (EXPERT_FIELDS, shape.experts)):
+        if inner_shape is not None:
+            keys |= {key: getattr(inner_shape, field) for key, field in fields_by_key.items()}
     if shape.has_ssm and shape.has_attention:
         assert shape.mixers is not None, "a shape with a state space has mixers"
         keys["attention_every"] = shape.mixers.index("attention") + 1

@@ -29,6 +29,7 @@ ARCHITECTURES = {
 ROUTER_STATE = re.compile(r".*\.mlp\.router\.(load|bias|absent)")
 """Buffers of our routers. `absent` (the experts dropped in a step) is never saved."""
 
+# model_type -> (name of the MLP, our matrix of an expert -> its name)
 _EXPERT_NAMES = {
     "qwen3_moe": ("mlp", {"gate_proj": "gate_proj", "up_proj": "up_proj", "down_proj": "down_proj"}),
     "mixtral": ("block_sparse_moe", {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}),
@@ -112,14 +113,16 @@ def _apply_rules(name: str, rules: tuple[tuple[str, str], ...]) -> str:
 
 
 def _split_experts(name: str, tensor: Tensor, model_type: str) -> dict[str, Tensor]:
-    module, matrices = _EXPERT_NAMES[model_type]
-    layer, _, inner = name.partition(".mlp.")
-    part, _, matrix = inner.partition(".")
-    if part == "router":
-        return {f"{layer}.{module}.gate.weight": tensor}
-    if part != "experts":  # the MLP of a layer without experts
+    """Return one tensor of an MLP under the names of the layout; a stack of experts is one tensor for each expert."""
+    their_mlp, their_matrices = _EXPERT_NAMES[model_type]
+    layer, _, mlp_name = name.partition(".mlp.")
+    module, _, matrix = mlp_name.partition(".")
+    if module == "router":
+        return {f"{layer}.{their_mlp}.gate.weight": tensor}
+    if module != "experts":  # the MLP of a layer without experts
         return {name: tensor}
-    return {f"{layer}.{module}.experts.{n}.{matrices[matrix]}.weight": weight for n, weight in enumerate(tensor)}
+    prefix, their_matrix = f"{layer}.{their_mlp}.experts", their_matrices[matrix]
+    return {f"{prefix}.{expert}.{their_matrix}.weight": weight for expert, weight in enumerate(tensor)}
 
 
 def build_config(shape: TransformerShape, model_type: str) -> dict[str, Any]:
@@ -189,7 +192,8 @@ def _build_mamba_config(shape: TransformerShape) -> dict[str, Any]:
 
 
 def shape_from_config(config: Mapping[str, Any], path: Path) -> TransformerShape:
-    """Return the shape of a config.json read from `path`; raise `UsageError` if our model would not compute the same."""
+    """Return the shape of a config.json read from `path`; raise `UsageError` if our model cannot compute the same as
+    transformers."""
     model_type = config.get("model_type")
     try:
         if model_type == OWN_MODEL_TYPE:
@@ -272,7 +276,7 @@ def _read_mamba_shape(config: Mapping[str, Any], path: Path) -> TransformerShape
         f"time_step_limit {limit}": limit[0] > 0 or max_time_step != float("inf"),
         f"num_heads {num_heads}": hidden_size * expand != num_heads * head_size,
     }
-    _refuse_problems(problems, path, "Mamba-2 as it was published")
+    _refuse_problems(problems, path, "Mamba-2 as published")
     epsilon = config.get("layer_norm_epsilon", 1e-5)
     return TransformerShape(
         num_layers=config["num_hidden_layers"],
@@ -304,10 +308,13 @@ def _read_rope_parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _find_attention_problems(config: Mapping[str, Any]) -> dict[str, bool]:
-    """Return whether options are set with which a model would load without an error, but compute something else."""
+    """Map each option that our model does not support to whether it is set.
+
+    The weights of such a model would load without an error, but give other outputs than in transformers.
+    """
     rope_type = _read_rope_parameters(config).get("rope_type") or _read_rope_parameters(config).get("type") or "default"
-    window, is_default = config.get("sliding_window"), config["model_type"] in ("mistral", "mixtral")
-    has_window = config.get("use_sliding_window", is_default) and window is not None
+    window, is_used_by_default = config.get("sliding_window"), config["model_type"] in ("mistral", "mixtral")
+    has_window = config.get("use_sliding_window", is_used_by_default) and window is not None
     return {
         f"attention_bias {config.get('attention_bias')}": config.get("attention_bias", False),
         f"mlp_bias {config.get('mlp_bias')}": config.get("mlp_bias", False),

@@ -65,9 +65,9 @@ class DecoderCache:
                 for tensor in cache:
                     tensor.zero_()
 
-    def update_rows(self, part: DecoderCache, rows: Sequence[int], *, length: int) -> None:
-        """Copy `part`, a cache of `length` tokens from position 0, into the given rows."""
-        for cache, update in zip(self.layers, part.layers, strict=True):
+    def update_rows(self, prefill_cache: DecoderCache, rows: Sequence[int], *, length: int) -> None:
+        """Copy `prefill_cache`, a cache of `length` tokens from position 0, into the given rows."""
+        for cache, update in zip(self.layers, prefill_cache.layers, strict=True):
             for target, source in zip(cache, update, strict=True):
                 if isinstance(cache, SSMState):
                     target[rows] = source
@@ -198,6 +198,7 @@ class Transformer(nn.Module):
     ) -> Any:
         """Return logits (B, T, V); with targets (B, T), the summed negative log likelihood of the targets that are not -100.
 
+        `documents` (B, T) are document ids, between which no information passes; `cache` and `position` are as in `hidden`.
         A model with experts also returns `LayerRoutings` if `targets` or `token_mask` is given; `token_mask` (B, T) selects
         the tokens that routing statistics count (default: those with a target).
         """
@@ -224,8 +225,9 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Return hidden states (B, T, D) after the final norm.
 
-        `position` is the position of the first token: one for all rows, or one per row. `lengths` are the numbers of tokens
-        of the rows without padding on the right; the cache then holds the state after each row's last token.
+        `cache` holds the earlier tokens and is updated in place. `position` is the position of the first token: one for all
+        rows, or one per row. `lengths` are the numbers of tokens of the rows without padding on the right; the cache then
+        holds the state after each row's last token.
         """
         sequence = self._build_sequence_context(
             tokens, documents=documents, cache=cache, position=position, lengths=lengths

@@ -43,7 +43,7 @@ _PATCH_WEIGHT = "pos_embed.proj.weight"
 
 
 def is_diffusers_compatible(shape: GeneratorShape) -> bool:
-    """Return whether DiTTransformer2DModel computes the same: it needs square images and patches, and classes."""
+    """Return whether DiTTransformer2DModel can compute this model: it needs square images and patches, and classes."""
     backbone = shape.backbone
     return (
         isinstance(backbone, DiTShape)
@@ -106,8 +106,8 @@ def from_diffusers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name in state:
         if not name.startswith("transformer_blocks."):
             continue
-        _, number, rest = name.split(".", 2)
-        module, _, kind = rest.rpartition(".")
+        _, number, block_name = name.split(".", 2)
+        module, _, kind = block_name.rpartition(".")
         if module in _BLOCK_NAMES:
             names[name] = f"backbone.blocks.{number}.{_BLOCK_NAMES[module]}.{kind}"
         elif module in _TIME_NAMES and number == "0":

@@ -3,7 +3,8 @@
 Time and class enter every block by adaptive layer norm, zero-initialised; text by cross-attention. For square images and
 classes the tensors are those of diffusers' DiTTransformer2DModel.
 
-B batch   N patches   D hidden size   H heads   L text tokens   C channels
+B batch   N patches   P positions of a patch   D hidden size   H heads   L text tokens   W width of a text token   C channels
+grid: the sides of a sample without its channels
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ EPSILON = 1e-6
 
 
 def sinusoidal_positions(counts: tuple[int, ...], width: int) -> Tensor:
-    """Return sinusoidal position embeddings (N, width), with an equal part of the width for each dimension.
+    """Return sinusoidal position embeddings (N, width) of `counts` patches in each dimension.
 
+    Each dimension has an equal part of the width.
     Channels that remain if the width cannot be divided equally are 0.
     """
     axis_width = 2 * (width // (2 * len(counts)))
@@ -100,6 +102,7 @@ class Block(nn.Module):
         self.dropout = shape.dropout
 
     def forward(self, x: Tensor, c: Tensor, context: Tensor | None, mask: Tensor | None) -> Tensor:
+        """Return the new x (B, N, D); c (B, D) embeds time and class, `mask` is broadcast to (B, H, N, L)."""
         modulation = self.modulation(c)[:, None].chunk(6, dim=-1)
         shift_attn, scale_attn, gate_attn, shift_mlp, scale_mlp, gate_mlp = modulation
         x = x + gate_attn * self._apply_dropout(self._attend(_modulate(x, shift_attn, scale_attn)))
@@ -127,6 +130,7 @@ class DiT(nn.Module):
     """Maps a noisy sample, its time and its condition to the objective's prediction, of the sample's shape."""
 
     place: Tensor
+    """Position embeddings (N, D)."""
 
     def __init__(self, shape: DiTShape) -> None:
         super().__init__()
@@ -152,7 +156,7 @@ class DiT(nn.Module):
         context: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """Return the prediction for x (B, g..., C) at time (B) in 0..1,000.
+        """Return the prediction for x (B, *grid, C) at time (B) in 0..1,000.
 
         `vector` (B, D) is the class or vector condition, `context` (B, L, W) the text with `mask` (B, L) true for tokens.
         """
@@ -205,7 +209,10 @@ ZERO_INITIALISED = (".modulation.weight", "modulation_out.weight", ".cross.to_ou
 
 
 def initial_value(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """Return the initial value of one parameter: Glorot uniform for matrices, small normal for embeddings, else zeros."""
+    """Return the initial value of one parameter.
+
+    Biases and ZERO_INITIALISED are 0, embeddings and the time MLP are small normal, and matrices are Glorot uniform.
+    """
     if name.endswith(".bias") or (name.endswith(ZERO_INITIALISED) and not name.endswith("attn.to_out.weight")):
         return np.zeros(shape, np.float32)
     generator = numpy_generator(seed, name)
@@ -225,13 +232,13 @@ def _modulate(x: Tensor, shift: Any, scale: Any) -> Tensor:
 
 
 def patchify(x: Tensor, patch: tuple[int, ...]) -> Tensor:
-    """Split samples with sides g... into patches with sides p..., (B, g..., C) to (B, N, P C), both N and P in row order.
+    """Split samples (B, *grid, C) into patches (B, N, P C); patches and the positions in a patch are in row-major order.
 
     A transpose is needed: a reshape alone would cut rows of pixels, not squares.
     """
     num_axes = len(patch)
     grid = x.shape[1:-1]
-    sides = [size for side, part in zip(grid, patch, strict=True) for size in (side // part, part)]
+    sides = [size for side, patch_side in zip(grid, patch, strict=True) for size in (side // patch_side, patch_side)]
     split = x.reshape(x.shape[0], *sides, x.shape[-1])
     outer, inner = range(1, 2 * num_axes, 2), range(2, 2 * num_axes + 1, 2)
     patches = split.permute(0, *outer, *inner, 2 * num_axes + 1)
@@ -239,9 +246,9 @@ def patchify(x: Tensor, patch: tuple[int, ...]) -> Tensor:
 
 
 def unpatchify(tokens: Tensor, patch: tuple[int, ...], grid: tuple[int, ...]) -> Tensor:
-    """Reshape (B, N, P C) to (B, g..., C), the inverse of `patchify`."""
+    """Join patches (B, N, P C) to samples (B, *grid, C), the inverse of `patchify`."""
     num_axes = len(patch)
-    counts = [side // part for side, part in zip(grid, patch, strict=True)]
+    counts = [side // patch_side for side, patch_side in zip(grid, patch, strict=True)]
     patches = tokens.reshape(tokens.shape[0], *counts, *patch, -1)
     axis_order = [axis for i in range(num_axes) for axis in (1 + i, 1 + num_axes + i)]
     return patches.permute(0, *axis_order, 2 * num_axes + 1).reshape(tokens.shape[0], *grid, -1)

@@ -32,13 +32,15 @@ class ExpertsShape(BaseModel):
     shared_size: int | None = None
     """Width of a shared expert; None is expert_size."""
     capacity_factor: float | None = Field(None, allow_inf_nan=False)
-    """Capacity of an expert in training, relative to an even split of a group's choices."""
+    """Capacity of an expert in training, relative to an even split of a group's choices. A group is one row of tokens, or
+    all samples of a forward."""
     capacity: int | None = None
     """Capacity as a number of choices. If neither is set, no token is dropped."""
     expert_dropout: float = Field(0.0, ge=0, lt=1)
     """Fraction of the experts that are dropped in a step; at least `top_k` always remain."""
     balance: Literal["loss", "bias", "none"] = "loss"
     bias_rate: float = Field(1e-3, gt=0, allow_inf_nan=False)
+    """Change of the routing bias per step, with balance: bias."""
     load_decay: float = Field(0.9, ge=0, lt=1)
     """Decay of the running load per step."""
     router: Literal["linear", "spiking"] = "linear"

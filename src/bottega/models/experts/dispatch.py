@@ -18,7 +18,7 @@ Stacks = tuple[Tensor | None, Tensor, Tensor]
 
 
 class StackedExperts(nn.Module):
-    """MLPs of the same shape with stacked weights; without biases, so that a gate of 0 contributes nothing."""
+    """MLPs of the same shape with stacked weights; without biases, so that a routing weight of 0 contributes nothing."""
 
     def __init__(self, hidden_size: int, expert_size: int, num_experts: int, *, activation: str) -> None:
         super().__init__()
@@ -31,7 +31,10 @@ class StackedExperts(nn.Module):
             nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Return (N, D): for each token of x (N, D) the sum over its choices (N, k) of weight * expert(token)."""
+        """Return (N, D): for each token of x (N, D) the sum over its choices of weight * expert(token).
+
+        `chosen` (N, k) are the experts of each token, `weights` (N, k) their routing weights.
+        """
         dtype = _get_compute_dtype(x)
         x = x.to(dtype)
         if not len(x):
@@ -72,7 +75,11 @@ def _dispatch_in_loop(x: Tensor, chosen: Tensor, weights: Tensor, stacks: Stacks
 
 
 def gated_activation(gate: Tensor | None, up: Tensor, weight: Tensor) -> Tensor:
-    """Return the inner activation times the gate: the gate is applied here because I is smaller than D for one choice."""
+    """Return the inner activation, (rows, I), times the routing weight (rows, 1).
+
+    `gate` and `up` (rows, I) are the outputs of gate_proj and up_proj. The weight is applied here rather than to the
+    expert's output (rows, D), because for one choice I is smaller than D.
+    """
     activation = F.gelu(up) if gate is None else F.silu(gate) * up
     return (activation * weight).to(up.dtype)
 
@@ -92,7 +99,10 @@ def dispatch_sorted(
 
 
 def run_grouped(x: Tensor, weight: Tensor, stacks: Stacks, ends: Tensor) -> Tensor:
-    """Apply each expert to its rows of x (A, D), which end at ends (E), with one kernel. No shape depends on the choices."""
+    """Apply each expert to its rows of x (A, D), which end at `ends` (E), with one kernel; `weight` (A, 1) is per row.
+
+    No shape depends on the choices.
+    """
     grouped_mm: Any = getattr(F, "grouped_mm", None) or torch._grouped_mm  # F.grouped_mm since torch 2.10
 
     def multiply(rows: Tensor, stack: Tensor) -> Tensor:
@@ -110,10 +120,12 @@ def run_loop(x: Tensor, weight: Tensor, stacks: Stacks, ends: Tensor) -> Tensor:
     # unbind, since the gradient of each `stack[e]` would be as large as the stack.
     by_expert = [[None] * len(sizes) if stack is None else stack.unbind(0) for stack in stacks]
     outputs = []
-    for rows, gates, gate, up, down in zip(x.split(sizes), weight.split(sizes), *by_expert, strict=True):
+    for rows, row_weights, gate_proj, up_proj, down_proj in zip(
+        x.split(sizes), weight.split(sizes), *by_expert, strict=True
+    ):
         if len(rows):
-            inner = None if gate is None else F.linear(rows, gate)
-            outputs.append(F.linear(gated_activation(inner, F.linear(rows, up), gates), down))
+            gate = None if gate_proj is None else F.linear(rows, gate_proj)
+            outputs.append(F.linear(gated_activation(gate, F.linear(rows, up_proj), row_weights), down_proj))
     return torch.cat(outputs)
 
 

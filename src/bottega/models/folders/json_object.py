@@ -10,7 +10,7 @@ from typing import Any
 from bottega.core.errors import CheckpointError, UsageError
 
 MAX_BYTES = 64 << 20
-"""Maximum size of a file. The index of a model with thousands of weight files has 2 MB."""
+"""Maximum size of a file in bytes. The index of a model with thousands of weight files has 2 MB."""
 _NUMERIC_KEY = re.compile(
     r"(num|n|max|min)_\w+|\w*_(size|dim|layers|heads|channels|positions|embeddings|eps|epsilon|theta|dropout|factor)"
     r"|(d_model|d_ff|d_kv|dim|depth|width|expand|dropout)"
@@ -33,7 +33,9 @@ def read_json_object(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise CheckpointError(f"{path} is not JSON ({error}); download or export the model again") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, got a {type(value).__name__}")
+        raise CheckpointError(
+            f"{path}: expected a JSON object, got a {type(value).__name__}; download or export the model again"
+        )
     if path.name == "config.json":
         _check_config(value, path)
     return value

@@ -54,7 +54,8 @@ def export_transformers(
 
 
 def read_decoder_shape(folder: Path | str) -> TransformerShape:
-    """Return the shape of a local folder's decoder; raise `UsageError` if our model would not compute the same."""
+    """Return the shape of a local folder's decoder; raise `UsageError` if our model cannot compute the same as
+    transformers."""
     path = Path(folder) / CONFIG
     return shape_from_config(read_json_object(path), path)
 

@@ -22,7 +22,8 @@ PEFT_CONFIG, OWN_ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "bottega.json"
 DOWNLOAD_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 
 Kind = Literal["run", "pipeline", "adapter", "model", "unknown"]
-Origin = Literal["part", "run", "folder", "hub"]
+Origin = Literal["dependency", "run", "folder", "hub"]
+"""Where a model came from: a run that the recipe lists under `needs`, another run, a local folder, or the hub."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def resolve_model(
 ) -> ModelFolder:
     """Return the folder that `name` refers to; `key` is the recipe key, for errors.
 
-    A run must have exported `required_file` (None: any export). A local folder is returned as it is. Any other name is
+    A run must have exported `required_file` (None: any export). A local folder is returned unchecked. Any other name is
     downloaded from the hub, limited to files that match `patterns`, unless it looks like a path, `local_only` is set, or
     `missing_message` gives the error for a missing folder.
     """
@@ -174,7 +175,8 @@ def resolve_tokenizer(name: str) -> Path:
         except (OSError, ValueError) as error:
             reason = unreachable_reason or str(error).strip().split("\n")[0]
             raise EnvironmentProblem(
-                f"tokenizer {name!r} is neither a local folder nor on the hub: {reason}"
+                f"tokenizer {name!r} is neither a local folder nor on the hub: {reason}; "
+                "correct the name, or check the network"
             ) from error
         try:
             hf_hub_download(name, "tokenizer_config.json")

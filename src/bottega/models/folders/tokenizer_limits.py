@@ -30,6 +30,7 @@ MAX_TEXT_LENGTH = 1 << 16
 MAX_ADDED_TOKENS = 64
 """Maximum number of special tokens that a post-processor may add to a text."""
 PROBE_SECONDS = 30.0
+"""Time limit for trying one pattern."""
 # Only a repeated group can make a search exponential in the length of the text; other patterns are polynomial.
 _REPEATED_GROUP = re.compile(r"\)[*+{]")
 _PROBE_CHARACTERS = "aA0 \n_.-é中"
@@ -94,15 +95,19 @@ def _check_ids(fields: dict[str, Any], path: Path) -> None:
 
 
 def _check_growth(fields: dict[str, Any], path: Path) -> None:
-    """Refuse a sequence of normalizers or decoders whose growth factors multiply beyond the limit."""
+    """Refuse a sequence of normalizers or decoders that is too long, or whose growth factors multiply beyond the limit."""
     for part in ("normalizer", "decoder"):
         steps = list(_iterate_steps(fields.get(part)))
+        if len(steps) > MAX_STEPS:
+            raise DataError(
+                f"{path}: its {part} has {len(steps):,} steps; the limit is {MAX_STEPS}; use another tokenizer"
+            )
         first_table = next((index for index, step in enumerate(steps) if step.get("type") == "Precompiled"), None)
         growth = 1.0
         for index, step in enumerate(steps):
-            # A single character table makes up to 18 characters of one, which is allowed; a second would multiply these again.
+            # One character table replaces a character by up to 18, which is allowed; a second would multiply these again.
             growth *= _compute_growth(step) if index != first_table else max(1.0, _compute_growth(step) / MAX_GROWTH)
-            if growth > MAX_GROWTH or len(steps) > MAX_STEPS:
+            if growth > MAX_GROWTH:
                 raise DataError(
                     f"{path}: its {part} can make a text more than {MAX_GROWTH} times as long ({_shorten(step)}); "
                     "use another tokenizer"

@@ -3,7 +3,7 @@
 The components are the libraries' own classes. Gradients flow through the denoiser to its text condition, not to weights.
 
 B batch   h w latent height and width, c latent channels   H W image height and width   K tokens of one text encoder
-T tokens of the condition   W width of a token   P width of the pooled text embedding
+T tokens of the condition   D width of a token   P width of the pooled text embedding
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class TextEmbeddings(NamedTuple):
     """The text condition of the denoiser."""
 
     tokens: Tensor
-    """(B, T, W)"""
+    """(B, T, D)"""
     pooled: Tensor | None
     """(B, P)"""
 
@@ -105,7 +105,7 @@ class FrozenImageModel(nn.Module):
     ) -> Tensor:
         """Return the denoiser's prediction, in the shape of the noisy latents `x` (B, h, w, c).
 
-        `time` (B) is in 0..1,000, `context` (B, T, W) may have any length T. `image_size` in pixels, (height, width) if
+        `time` (B) is in 0..1,000, `context` (B, T, D) may have any length T. `image_size` in pixels, (height, width) if
         they differ, is a condition of SDXL.
         """
         assert (pooled is None) == (self.metadata.pooled_size is None), (

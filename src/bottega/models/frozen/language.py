@@ -227,7 +227,7 @@ class FrozenLanguageModel(nn.Module):
         ).last_hidden_state
 
     def _build_position_options(self, positions: Tensor) -> dict[str, Tensor]:
-        """Return position ids for models with the attention interface; other models count themselves; some take none."""
+        """Return position ids for models with pluggable attention; others count positions, and some reject the ids."""
         return {"position_ids": positions} if self.supports_prefixes else {}
 
     @torch.no_grad()

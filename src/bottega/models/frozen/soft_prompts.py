@@ -44,12 +44,13 @@ class SoftPrompts(nn.Module):
             self.prefix = nn.Parameter(torch.empty(shape.num_layers, 2, shape.num_prefix_tokens, kv_size))
         self.mapping = nn.Linear(shape.hidden_size, shape.text_size)
 
-    def forward(self, read: Callable[[SoftPrompts], Tensor]) -> Tensor:
-        """Return the mapping of `read(self)`, the hidden states (B, L, H) of a language model with these prompts.
+    def forward(self, compute_hidden_states: Callable[[SoftPrompts], Tensor]) -> Tensor:
+        """Return text tokens (B, L, W) for the hidden states (B, L, H) of a language model with these prompts.
 
-        `read` is called inside the forward because DistributedDataParallel must see all parameters used in one forward.
+        `compute_hidden_states(self)` returns the hidden states. It is called inside the forward because
+        DistributedDataParallel must see all parameters used in one forward.
         """
-        return self.mapping(read(self))
+        return self.mapping(compute_hidden_states(self))
 
     def prefixes(self) -> list[tuple[Tensor, Tensor]]:
         """Return keys and values (S, kv heads * head size) of each layer; an empty list if S is 0."""

@@ -23,6 +23,7 @@ class DiTShape(BaseModel):
     """Sides of a sample without its channels: (height, width), (time, bands), (frames, height, width), (time,)."""
     channels: int = Field(gt=0)
     patch: tuple[int, ...]
+    """Sides of a patch, one for each side of the grid."""
     hidden_size: int = Field(gt=0)
     num_layers: int = Field(gt=0)
     num_heads: int = Field(gt=0)
@@ -35,7 +36,8 @@ class DiTShape(BaseModel):
     def _check_dimensions(self) -> DiTShape:
         if len(self.patch) != len(self.grid):
             raise ValueError(
-                f"patch: has length {len(self.patch)}, but grid has length {len(self.grid)}; give one side of the patch for each side of the grid"
+                f"patch: has length {len(self.patch)}, but grid has length {len(self.grid)}; "
+                "give one side of the patch for each side of the grid"
             )
         undivided_axes = [
             axis for axis, (side, patch_side) in enumerate(zip(self.grid, self.patch, strict=True)) if side % patch_side
@@ -54,13 +56,15 @@ class DiTShape(BaseModel):
                 f"{MAX_TOKENS:,}; make the sample smaller, or the patches larger"
             )
         if self.hidden_size % self.num_heads:
-            raise ValueError(f"hidden_size: {self.hidden_size} is not a multiple of num_heads {self.num_heads}")
+            raise ValueError(
+                f"hidden_size: {self.hidden_size} is not a multiple of num_heads {self.num_heads}; change one of them"
+            )
         return self
 
     @property
     def tokens(self) -> tuple[int, ...]:
         """Number of patches in each dimension."""
-        return tuple(side // part for side, part in zip(self.grid, self.patch, strict=True))
+        return tuple(side // patch_side for side, patch_side in zip(self.grid, self.patch, strict=True))
 
 
 class UNetShape(BaseModel):

@@ -51,10 +51,10 @@ class Generator(nn.Module):
         mask: Tensor | None = None,
         drop: Tensor | None = None,
     ) -> Tensor:
-        """Return the backbone's prediction.
+        """Return the backbone's prediction, of the shape of x (B, *grid, C), at time (B) in 0..1,000.
 
-        Text is given as `input_ids` (B, L) for our own encoder, or as `context` (B, L, W), the output of another
-        encoder; `mask` (B, L) belongs to either.
+        `label` (B) are class indices, `vector` (B, size) numbers. Text is given as `input_ids` (B, L) for our own encoder,
+        or as `context` (B, L, W), the output of another encoder; `mask` (B, L) belongs to either.
         """
         kind = self.shape.condition.kind
         if kind == "text":
@@ -138,7 +138,7 @@ def build_generator(shape: GeneratorShape, seed: int, *, pretrained: str | None 
 
 
 def initialise_generator(model: Generator, seed: int) -> None:
-    """Initialise every parameter from the seed and its name and shape."""
+    """Initialise every parameter from the seed, its name and its shape."""
     backbone_value = initial_value if isinstance(model.shape.backbone, DiTShape) else _initial_unet_value
 
     def compute_value(name: str, size: tuple[int, ...]) -> np.ndarray:
@@ -159,25 +159,28 @@ def load_generator(model: Generator, folder: Path | str, *, require_all: bool = 
     if not loaded:
         raise UsageError(f"model.from: {folder} has no weights; use a run's export or a diffusers UNet folder")
     has_new_condition = not require_all and not any(name.startswith("condition.") for name in loaded)
-    required = {name: t for name, t in state.items() if not (has_new_condition and name.startswith("condition."))}
+    required = {
+        name: tensor for name, tensor in state.items() if not (has_new_condition and name.startswith("condition."))
+    }
+    unexpected = next((name for name in loaded if name not in state), None)
     for name, tensor in required.items():
         if name not in loaded:
-            unexpected = next((theirs for theirs in loaded if theirs not in state), None)
             unexpected_note = (
                 f", but contains {unexpected} {list(loaded[unexpected].shape)}" if unexpected is not None else ""
             )
             raise UsageError(
-                f"model.from: {folder} lacks {name} {list(tensor.shape)} of the recipe's model{unexpected_note}"
+                f"model.from: {folder} lacks {name} {list(tensor.shape)} of the recipe's model{unexpected_note}; "
+                "use the folder's sizes in `model`"
             )
         if loaded[name].shape != tensor.shape:
             raise UsageError(
                 f"model.from: {folder} has {name} of shape {list(loaded[name].shape)}, "
                 f"but the recipe's model needs {list(tensor.shape)}; use the folder's sizes in `model`"
             )
-    extra = next((name for name in loaded if name not in state), None)
-    if extra is not None:
+    if unexpected is not None:
         raise UsageError(
-            f"model.from: {folder} contains {extra} {list(loaded[extra].shape)}, which the recipe's model does not have"
+            f"model.from: {folder} contains {unexpected} {list(loaded[unexpected].shape)}, which the recipe's model does "
+            "not have; use the folder's sizes in `model`"
         )
     model.load_state_dict({**state, **loaded})
 

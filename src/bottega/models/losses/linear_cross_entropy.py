@@ -27,8 +27,9 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Return the sum over rows of -log softmax(hidden @ weight.T)[target] as a float32 scalar, without ignored targets.
 
-    hidden (N, D), weight (V, D), targets (N). Never synchronises with the device. Under autocast the products are computed
-    in its dtype, the softmax in float32, and the gradient of the weight is accumulated in float32.
+    hidden (N, D), weight (V, D), targets (N); `chunk_rows` is the number of rows per chunk. Never synchronises with the
+    device. Under autocast the products are computed in its dtype, the softmax in float32, and the gradient of the weight is
+    accumulated in float32.
     """
     device_type = hidden.device.type
     dtype = hidden.dtype
@@ -36,12 +37,12 @@ def linear_cross_entropy(
         dtype = torch.promote_types(dtype, torch.float32)
     elif torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
-    rows_per_chunk = chunk_rows or _choose_chunk_rows(
+    chunk_rows = chunk_rows or _choose_chunk_rows(
         len(hidden), weight.shape[0], itemsize=dtype.itemsize, device_type=device_type
     )
     has_grad = torch.is_grad_enabled()
     needs_grad = (has_grad and hidden.requires_grad, has_grad and weight.requires_grad)
-    return _LinearCrossEntropy.apply(hidden, weight, targets, ignore_index, rows_per_chunk, dtype, needs_grad)
+    return _LinearCrossEntropy.apply(hidden, weight, targets, ignore_index, chunk_rows, dtype, needs_grad)
 
 
 def _choose_chunk_rows(num_rows: int, vocab_size: int, *, itemsize: int, device_type: str) -> int:

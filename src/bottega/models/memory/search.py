@@ -57,14 +57,14 @@ def search_faiss(keys: Tensor, values: Tensor, valid: Tensor, queries: Tensor, t
     return _pad_results(torch.from_numpy(scores), valid_indices[torch.from_numpy(rows)], values, top_k)
 
 
-def _pad_results(scores: Tensor, where: Tensor, values: Tensor, top_k: int) -> SearchResult:
-    """Pad the results to `top_k`."""
+def _pad_results(scores: Tensor, slot_indices: Tensor, values: Tensor, top_k: int) -> SearchResult:
+    """Pad the results to `top_k`, and gather their values (..., S, v)."""
     missing = top_k - scores.shape[-1]
     scores = torch.nn.functional.pad(scores, (0, missing), value=NO_SCORE)
-    where = torch.nn.functional.pad(where, (0, missing))
+    slot_indices = torch.nn.functional.pad(slot_indices, (0, missing))
     is_valid = scores > NO_SCORE
-    gathered = gather_field(values, where.flatten(-2)).unflatten(-2, where.shape[-2:])
-    return SearchResult(scores, gathered * is_valid[..., None], where.masked_fill(~is_valid, -1))
+    gathered = gather_field(values, slot_indices.flatten(-2)).unflatten(-2, slot_indices.shape[-2:])
+    return SearchResult(scores, gathered * is_valid[..., None], slot_indices.masked_fill(~is_valid, -1))
 
 
 def _check_top_k(top_k: int) -> None:

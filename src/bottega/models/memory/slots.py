@@ -1,7 +1,8 @@
 """Operations on memory slots, shared by all levels: a fixed number of slots, of which the strongest are kept.
 
-... any axes in front (a batch, or none)   S slots   N new items   Q queries   k key size   v value size
+... any axes in front (a batch, or none)   S slots   N new items   Q queries   P selected slots   k key size   v value size
 
+`same` is the least cosine of two keys that count as the same key (see `MemoryShape.same`).
 All functions are pure and change nothing in place, so a memory may be an argument and a result of a forward, or a buffer
 that is updated after a step.
 """
@@ -39,8 +40,8 @@ def match_keys(a: Tensor, b: Tensor, same: float) -> Tensor:
 def match_values(a: Tensor, b: Tensor, same: float) -> Tensor:
     """Return which values (..., A, v) and (..., B, v) are the same, (..., A, B).
 
-    They are compared by distance, because unlike for keys the length matters. The largest distance is that of two vectors
-    of equal length at cosine `same`.
+    They are compared by distance, because unlike for keys the length matters. The largest distance of values that are the
+    same is that of two vectors of equal length at cosine `same`.
     """
     squares = (a.square().sum(-1)[..., :, None], b.square().sum(-1)[..., None, :])
     distance = squares[0] + squares[1] - 2 * similarity(a, b)
@@ -59,9 +60,9 @@ def keep_strongest(slots: Slots, strength: Tensor, num_slots: int) -> Slots:
     return gather_slots(slots, order)
 
 
-def gather_slots(slots: Slots, order: Tensor) -> Slots:
-    """Return the slots at indices `order` (..., P)."""
-    return type(slots)(*(gather_field(field, order) for field in slots))
+def gather_slots(slots: Slots, indices: Tensor) -> Slots:
+    """Return the slots at `indices` (..., P)."""
+    return type(slots)(*(gather_field(field, indices) for field in slots))
 
 
 def mask_slots(slots: Slots, keep: Tensor) -> Slots:
@@ -108,11 +109,11 @@ def _find_slot_axis(slots: tuple[Tensor, ...]) -> int:
     return min(field.dim() for field in slots) - 1
 
 
-def gather_field(field: Tensor, order: Tensor) -> Tensor:
-    """Return a field (..., S) or (..., S, k) at indices (..., P)."""
-    if field.dim() == order.dim():
-        return field.gather(-1, order)
-    return field.gather(-2, order[..., None].expand(*order.shape, field.shape[-1]))
+def gather_field(field: Tensor, indices: Tensor) -> Tensor:
+    """Return a field (..., S) or (..., S, k) at `indices` (..., P)."""
+    if field.dim() == indices.dim():
+        return field.gather(-1, indices)
+    return field.gather(-2, indices[..., None].expand(*indices.shape, field.shape[-1]))
 
 
 def _expand_like(values: Tensor, field: Tensor) -> Tensor:

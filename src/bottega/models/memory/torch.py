@@ -105,8 +105,8 @@ def find_visible_slots(memory: MemoryState, *, same: float) -> Tensor:
     """Return which slots of all levels are searched, bool (..., slots): valid ones that no newer level hides."""
     working, episodic, semantic = memory
 
-    def find_hidden(below: Tensor, above: Tensor, valid: Tensor) -> Tensor:
-        return (match_keys(below, above, same) & valid[..., None, :]).any(-1)
+    def find_hidden(older_keys: Tensor, newer_keys: Tensor, is_newer_valid: Tensor) -> Tensor:
+        return (match_keys(older_keys, newer_keys, same) & is_newer_valid[..., None, :]).any(-1)
 
     is_hidden_by_working = find_hidden(episodic.keys, working.keys, working.valid)
     newer_levels = torch.cat((working.keys, episodic.keys), dim=-2), torch.cat((working.valid, episodic.valid), dim=-1)
@@ -255,12 +255,16 @@ class HierarchicalMemory:
         return {**flatten_memory(self.memory), "clock": torch.tensor(self.clock)}
 
     def load_state_dict(self, state: Mapping[str, Tensor], *, origin: str = "memory") -> None:
-        """Load a saved memory of at most as many slots as this one; raises `CheckpointError` if it does not fit."""
+        """Load a saved memory of at most as many slots as this one; raise `CheckpointError` if it does not fit.
+
+        `origin` is the file, for errors.
+        """
         expected = self.state_dict()
         for name in sorted(expected.keys() | state.keys()):
             if name not in state or name not in expected:
                 raise CheckpointError(
-                    f"{origin}: {name} {'is missing' if name in expected else 'is not part of a memory'}"
+                    f"{origin}: {name} {'is missing' if name in expected else 'is not part of a memory'}; "
+                    "give a file that HierarchicalMemory.save wrote"
                 )
         if any(state[f"{level}_{field}"].dim() != 2 for level in LEVELS for field in ("keys", "values")):
             raise CheckpointError(f"{origin}: keys and values must be tables [slots, size]; it is not a saved memory")
@@ -282,7 +286,9 @@ class HierarchicalMemory:
         try:
             state = load_file(path)
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path} cannot be read as a memory: {error}") from None
+            raise CheckpointError(
+                f"{path} cannot be read as a memory: {error}; give a file that HierarchicalMemory.save wrote"
+            ) from None
         self.load_state_dict(state, origin=str(path))
 
     def _advance_clock(self, clock: int) -> int:

@@ -44,9 +44,10 @@ class Lpips(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        sizes = {"0": (3, 64, 11, 4, 2), "3": (64, 192, 5, 1, 2), "6": (192, 384, 3, 1, 1)}
-        sizes |= {"8": (384, 256, 3, 1, 1), "10": (256, 256, 3, 1, 1)}
-        self.features = nn.ModuleDict({key: nn.Conv2d(*size) for key, size in sizes.items()})
+        # Index in torchvision's AlexNet -> in_channels, out_channels, kernel_size, stride, padding.
+        convolutions = {"0": (3, 64, 11, 4, 2), "3": (64, 192, 5, 1, 2), "6": (192, 384, 3, 1, 1)}
+        convolutions |= {"8": (384, 256, 3, 1, 1), "10": (256, 256, 3, 1, 1)}
+        self.features = nn.ModuleDict({index: nn.Conv2d(*arguments) for index, arguments in convolutions.items()})
         for number, channels in enumerate(CHANNELS):
             head = nn.Module()
             head.model = nn.ModuleDict({"1": nn.Conv2d(channels, 1, 1, bias=False)})
@@ -69,7 +70,8 @@ class Lpips(nn.Module):
         """Return the LPIPS distance of each pair of images, (B)."""
         if min(a.shape[1:3]) < MIN_SIDE:
             raise UsageError(
-                f"LPIPS needs images of at least {MIN_SIDE} pixels per side, got {a.shape[2]} x {a.shape[1]}"
+                f"LPIPS needs images of at least {MIN_SIDE} pixels per side, got {a.shape[2]} x {a.shape[1]}; "
+                "generate larger images, or leave out --lpips"
             )
         total = a.new_zeros(len(a), dtype=torch.float32)
         for number, (x, y) in enumerate(zip(self.compute_activations(a), self.compute_activations(b), strict=True)):

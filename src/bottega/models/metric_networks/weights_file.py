@@ -23,7 +23,9 @@ def read_weights(path: Path, *, hint: str) -> dict[str, Tensor]:
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
     except SafetensorError as error:
-        raise CheckpointError(f"{path} is damaged or not a safetensors file ({error})") from error
+        raise CheckpointError(
+            f"{path} is damaged or not a safetensors file ({error}); download or convert it again"
+        ) from error
 
 
 def check_weights(path: Path, weights: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, hint: str) -> None:

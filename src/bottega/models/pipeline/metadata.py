@@ -60,12 +60,13 @@ class PipelineMetadata(BaseModel):
     num_tokens: int
     """Number of tokens of an encoded text, T."""
     text_size: int
-    """Width of an encoded token, W."""
+    """Width of an encoded token, D."""
     pooled_size: int | None
     """Width of the pooled text embedding; None if the model does not take one."""
     objective: Objective
     schedule: Schedule
     shift: float
+    """Timestep shift of a flow; 1 for other objectives."""
     scale: float
     """Latents are (the VAE's output - latent_shift) * scale."""
     latent_shift: float
@@ -82,7 +83,10 @@ class PipelineMetadata(BaseModel):
     def check_side(self, side: int, *, key: str = "data.image_size") -> None:
         """Raise UsageError if the model cannot generate images of this side."""
         if side % self.side_step:
-            raise UsageError(f"{key}: {side} is not a multiple of {self.side_step}, which {self.folder} needs")
+            raise UsageError(
+                f"{key}: {side} is not a multiple of {self.side_step}, which {self.folder} needs; "
+                f"try {max(1, side // self.side_step) * self.side_step}"
+            )
         if self.max_side is not None and side > self.max_side:
             raise UsageError(
                 f"{key}: {side} is more than {self.max_side}, the largest image side that {self.folder} supports"
@@ -117,15 +121,16 @@ def _read_metadata(components: PipelineComponents) -> PipelineMetadata:
         components.folder / "scheduler",
     )
     schedule = read_schedule(scheduler / "scheduler_config.json")
-    vae = _read_vae(components, config)
+    vae_fields = _read_vae_fields(components, config)
     if components.denoiser_class == TRANSFORMER:
         if not is_flow_scheduler(scheduler / "scheduler_config.json"):
             raise UsageError(
-                f"{scheduler}: {TRANSFORMER} needs a flow-matching scheduler, but this one predicts {schedule.objective}"
+                f"{scheduler}: {TRANSFORMER} needs a flow-matching scheduler, but this one predicts {schedule.objective}; "
+                "use a complete copy of one pipeline"
             )
-        family_fields = _read_flow_fields(components, config, text_encoders, vae["downsample"])
+        family_fields = _read_flow_fields(components, config, text_encoders, vae_fields["downsample"])
     else:
-        family_fields = _read_unet_fields(components, config, text_encoders, vae["downsample"])
+        family_fields = _read_unet_fields(components, config, text_encoders, vae_fields["downsample"])
     return PipelineMetadata(
         folder=str(components.folder),
         denoiser=str(components.denoiser),
@@ -134,7 +139,7 @@ def _read_metadata(components: PipelineComponents) -> PipelineMetadata:
         vae=str(components.vae),
         vocab_sizes=text_encoders.vocab_sizes,
         **schedule._asdict(),
-        **vae,
+        **vae_fields,
         **family_fields,
     )
 
@@ -146,12 +151,14 @@ def _read_unet_fields(
     is_xl, unet = len(components.encoders) == 2, components.denoiser
     unsupported_key = next((key for key in UNSUPPORTED_KEYS if config.get(key) is not None), None)
     if unsupported_key is not None:
-        raise UsageError(f"{KEY}: {unet} has {unsupported_key} {config[unsupported_key]!r}, which is not supported")
+        raise UsageError(
+            f"{KEY}: {unet} has {unsupported_key} {config[unsupported_key]!r}, which is not supported; use another pipeline"
+        )
     addition = config.get("addition_embed_type")
     if addition != ("text_time" if is_xl else None):
         raise UsageError(
             f"{KEY}: {unet} has addition_embed_type {addition!r}, which is not supported with {len(components.encoders)} text "
-            "encoders"
+            "encoders; use a complete copy of one pipeline"
         )
     cross_attention_dim = config.get("cross_attention_dim", 1280)
     widths = set(cross_attention_dim) if isinstance(cross_attention_dim, list) else {cross_attention_dim}
@@ -202,8 +209,8 @@ def _read_flow_fields(
             f"{components.denoiser} takes text of width {width} (joint_attention_dim)", components, clip_width
         )
     if sum(text_encoders.projections[:2]) != pooled_size:
-        expected = f"{components.denoiser} takes a pooled text of width {pooled_size} (pooled_projection_dim)"
-        _raise_mismatch(expected, components, sum(text_encoders.projections[:2]))
+        requirement = f"{components.denoiser} takes a pooled text of width {pooled_size} (pooled_projection_dim)"
+        _raise_mismatch(requirement, components, sum(text_encoders.projections[:2]))
     if text_encoders.lengths[0] != text_encoders.lengths[1]:
         raise UsageError(
             f"{KEY}: the CLIPs of {components.folder} read {_join_numbers(text_encoders.lengths[:2])} tokens; "
@@ -234,7 +241,7 @@ def _check_size_condition(unet: Path, config: dict[str, Any], pooled_size: int) 
         )
 
 
-def _read_vae(components: PipelineComponents, denoiser: dict[str, Any]) -> dict[str, Any]:
+def _read_vae_fields(components: PipelineComponents, denoiser_config: dict[str, Any]) -> dict[str, Any]:
     config = {**VAE_DEFAULTS, **read_config(components.vae)}
     channels, shift = config["latent_channels"], config["shift_factor"] or 0.0
     if config["latents_mean"] is not None or config["latents_std"] is not None:
@@ -242,9 +249,12 @@ def _read_vae(components: PipelineComponents, denoiser: dict[str, Any]) -> dict[
             f"{KEY}: {components.vae} has latents_mean, which is not supported; use a VAE with a scaling_factor"
         )
     if shift and components.denoiser_class != TRANSFORMER:
-        raise UsageError(f"{KEY}: {components.vae} has shift_factor {shift}, which pipelines with a UNet ignore")
-    in_channels = denoiser.get("in_channels", 16 if components.denoiser_class == TRANSFORMER else 4)
-    out_channels = denoiser.get("out_channels") or in_channels
+        raise UsageError(
+            f"{KEY}: {components.vae} has shift_factor {shift}, which pipelines with a UNet ignore; "
+            "use a complete copy of one pipeline"
+        )
+    in_channels = denoiser_config.get("in_channels", 16 if components.denoiser_class == TRANSFORMER else 4)
+    out_channels = denoiser_config.get("out_channels") or in_channels
     if (in_channels, out_channels) != (channels, channels):
         raise UsageError(
             f"{KEY}: {components.denoiser} takes {in_channels} channels and gives {out_channels}, "
@@ -266,7 +276,7 @@ def _read_text_encoders(components: PipelineComponents) -> _TextEncoders:
     ):
         config = load_transformers_config(encoder, key=KEY, description="text encoder")
         if getattr(config, "use_attention_mask", None):
-            raise UsageError(f"{KEY}: {encoder} has use_attention_mask, which is not supported")
+            raise UsageError(f"{KEY}: {encoder} has use_attention_mask, which is not supported; use another pipeline")
         limit = T5_TOKENS if encoder_class == T5 else config.max_position_embeddings
         file = tokenizer / "tokenizer_config.json"
         length = read_json_object(file).get("model_max_length") if file.is_file() else None
@@ -275,14 +285,16 @@ def _read_text_encoders(components: PipelineComponents) -> _TextEncoders:
         )
         projection = getattr(config, "projection_dim", 0) or 0
         rows.append((config.hidden_size, projection, length, config.vocab_size))
-    widths, projections, lengths, sizes = zip(*rows, strict=True)
-    return _TextEncoders(widths, projections, lengths, sizes)
+    widths, projections, lengths, vocab_sizes = zip(*rows, strict=True)
+    return _TextEncoders(widths, projections, lengths, vocab_sizes)
 
 
-def _raise_mismatch(expected: str, components: PipelineComponents, width: int) -> None:
+def _raise_mismatch(requirement: str, components: PipelineComponents, width: int) -> None:
+    """Raise the error for text encoders of this width, where `requirement` says which width the denoiser takes."""
     names = " and ".join(path.name for path in components.encoders)
     raise UsageError(
-        f"{KEY}: {expected}, but the text encoders of this pipeline ({names}) have width {width}; use a complete copy of one pipeline"
+        f"{KEY}: {requirement}, but the text encoders of this pipeline ({names}) have width {width}; "
+        "use a complete copy of one pipeline"
     )
 
 

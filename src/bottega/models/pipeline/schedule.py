@@ -23,7 +23,7 @@ BETA_SCHEDULES = {
     "scaled_linear": ("scaled_linear", 0.00085, 0.012),
     "squaredcos_cap_v2": ("cosine", None, None),
 }
-"""diffusers' beta_schedule: our name, and the beta_start and beta_end that are supported."""
+"""diffusers' beta_schedule -> (our name, supported beta_start, supported beta_end); None: any value."""
 OBJECTIVES = {"epsilon": "noise", "v_prediction": "v"}
 
 Objective = Literal["noise", "v", "flow"]
@@ -82,15 +82,17 @@ def _match_schedule(config: Mapping[str, Any], file: Path) -> Schedule:
         raise UsageError(
             f"{file}: beta_schedule {beta_schedule!r} is not supported; supported: {', '.join(BETA_SCHEDULES)}"
         )
-    ours, first, last = BETA_SCHEDULES[beta_schedule]
+    schedule, beta_start, beta_end = BETA_SCHEDULES[beta_schedule]
     values = (config.get("beta_start"), config.get("beta_end"), steps)
-    supported = (first, last, NUM_TRAIN_TIMESTEPS) if first is not None else (*values[:2], NUM_TRAIN_TIMESTEPS)
+    supported = (
+        (beta_start, beta_end, NUM_TRAIN_TIMESTEPS) if beta_start is not None else (*values[:2], NUM_TRAIN_TIMESTEPS)
+    )
     if values != supported:
         raise UsageError(
             f"{file}: {beta_schedule} from beta_start {values[0]} to beta_end {values[1]} in {values[2]} steps "
             f"is not supported; supported: {supported[0]} to {supported[1]} in {supported[2]}"
         )
-    return ours  # type: ignore[return-value]
+    return schedule  # type: ignore[return-value]
 
 
 def _match_betas(betas: Any, prediction_type: str, file: Path) -> Schedule:
@@ -98,7 +100,7 @@ def _match_betas(betas: Any, prediction_type: str, file: Path) -> Schedule:
     values = np.asarray(betas, np.float64)
     for name in BETA_SCHEDULES:
         default_betas = _compute_betas(BETA_SCHEDULES[name][0])
-        num_sampled = _num_sampled_steps(default_betas) if prediction_type == "epsilon" else NUM_TRAIN_TIMESTEPS
+        num_sampled = _count_sampled_steps(default_betas) if prediction_type == "epsilon" else NUM_TRAIN_TIMESTEPS
         for length in {NUM_TRAIN_TIMESTEPS, num_sampled}:
             if values.shape == (length,) and np.allclose(values, default_betas[:length], rtol=1e-5, atol=0):
                 return BETA_SCHEDULES[name][0]  # type: ignore[return-value]
@@ -119,7 +121,7 @@ def _compute_betas(schedule: str) -> np.ndarray:
     return np.minimum(1 - alphas_cumprod[1:] / alphas_cumprod[:-1], 0.999)
 
 
-def _num_sampled_steps(betas: np.ndarray) -> int:
+def _count_sampled_steps(betas: np.ndarray) -> int:
     """Return the number of steps whose ratio of data to noise is high enough to start sampling at."""
     alphas_cumprod = np.cumprod(1 - betas)
     is_sampled = np.sqrt(alphas_cumprod) >= MIN_SIGNAL_TO_NOISE * np.sqrt(1 - alphas_cumprod)

@@ -56,7 +56,9 @@ def _load_tokenizer_json(folder: Path, length: int) -> Encode:
     except DataError:
         raise
     except Exception as error:  # the library raises nothing more specific
-        raise UsageError(f"{file} is not a tokenizer that can be read ({str(error).splitlines()[0]})") from error
+        raise UsageError(
+            f"{file} is not a tokenizer that can be read ({str(error).splitlines()[0]}); save or download the pipeline again"
+        ) from error
     # A caption that spells a special token, such as the end of text, is plain text.
     backend.encode_special_tokens = True
     pad_id, pad_token = _find_padding(backend, folder)

@@ -30,13 +30,13 @@ from bottega.models.memory.working import WorkingSlots
 class Temperature(nn.Module):
     """The learned temperature of memory reads, stored as a logarithm so that it stays above 0."""
 
-    def __init__(self, start: float) -> None:
+    def __init__(self, initial_temperature: float) -> None:
         super().__init__()
         self.logarithm = nn.Parameter(torch.zeros(()))
-        self.start = start
+        self.initial_temperature = initial_temperature
 
     def initial_value(self, kind: str, name: str, seed: int) -> np.ndarray:
-        return np.asarray(math.log(self.start), np.float32)
+        return np.asarray(math.log(self.initial_temperature), np.float32)
 
     def forward(self) -> Tensor:
         """Return the temperature, which is positive."""
@@ -141,7 +141,7 @@ class LastingRecall(Transformer):
     """
 
     codes: Tensor
-    """(tokens, k): a function of the seed, and therefore not in the state dict."""
+    """(vocabulary, k): a function of the seed, and therefore not in the state dict."""
 
     def __init__(
         self, shape: TransformerShape, *, num_values: int, memory: MemoryShape | None, temperature: float, seed: int
@@ -149,11 +149,11 @@ class LastingRecall(Transformer):
         super().__init__(shape)
         self.memory_shape = memory
         if memory is not None:
-            drawn = numpy_generator(seed, "codes").standard_normal(
+            codes = numpy_generator(seed, "codes").standard_normal(
                 (shape.vocab_size, memory.key_size), dtype=np.float32
             )
-            drawn /= np.linalg.norm(drawn, axis=1, keepdims=True)
-            self.register_buffer("codes", torch.from_numpy(drawn), persistent=False)
+            codes /= np.linalg.norm(codes, axis=1, keepdims=True)
+            self.register_buffer("codes", torch.from_numpy(codes), persistent=False)
             self.memory = MemoryBuffers(memory)
             self.memory_query = QueryProjection(memory.key_size)
             self.memory_output = nn.Linear(memory.value_size, shape.hidden_size, bias=False)

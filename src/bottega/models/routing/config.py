@@ -39,6 +39,7 @@ class RoutingShape(BaseModel):
 
     @property
     def num_tokens(self) -> int:
+        """Number of tokens of a state-space trunk."""
         return -(-self.num_inputs // self.token_size)
 
     def flops_per_sample(self) -> int:

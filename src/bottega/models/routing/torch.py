@@ -192,10 +192,10 @@ class RoutingNet(nn.Module):
     def checkpoint_blocks(self, value: bool) -> None:
         self.model.checkpoint_blocks = value
 
-    def forward(self, x: Tensor, counted: Tensor | None = None) -> RoutingNetOutput:
-        """Return logits of x (B, I); `counted` (B) is false for padding, which uses no capacity and counts in no sum."""
+    def forward(self, x: Tensor, sample_mask: Tensor | None = None) -> RoutingNetOutput:
+        """Return logits of x (B, I); `sample_mask` (B) is false for padding, which uses no capacity and enters no sum."""
         features, spikes = self.model((x - self.mean) * self.scale)
-        expert_output, routing = self.experts(self.norm(features), token_mask=counted)
+        expert_output, routing = self.experts(self.norm(features), token_mask=sample_mask)
         return RoutingNetOutput(self.head(self.out_norm(features + expert_output)), routing, spikes)
 
     @torch.no_grad()
@@ -206,7 +206,7 @@ class RoutingNet(nn.Module):
 
 
 def initialise_routing(model: RoutingNet, seed: int) -> None:
-    """Initialise each weight by its fan-in or by its layer's `initial_value`, and drop the initially inactive experts."""
+    """Initialise each weight by its fan-in or its layer's `initial_value`, and draw the experts dropped in the first step."""
     depth = max(1, model.shape.num_layers)
     self_initialised = {path: layer for path, layer in model.named_modules() if hasattr(layer, "initial_value")}
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from bottega.core.noise import Noise
 
-GOLDEN_RATIO = 0.6180339887498949
+INVERSE_GOLDEN_RATIO = 0.6180339887498949
+"""Its multiples modulo 1 are spread evenly (a low-discrepancy sequence)."""
 
 
 def constant_code(x: Tensor, steps: int) -> Tensor:
@@ -36,8 +37,9 @@ def rate_code_from_draws(x: Tensor, draws: Tensor) -> Tensor:
 
 def even_thresholds(steps: int, like: Tensor) -> Tensor:
     """Return the midpoints of S equal parts of (0, 1), (S,), in an order in which neighbours are far apart."""
-    order = torch.arange(1, steps + 1, device=like.device, dtype=torch.float64) * GOLDEN_RATIO % 1
-    return ((order.argsort().argsort() + 0.5) / steps).to(like.dtype)
+    sequence = torch.arange(1, steps + 1, device=like.device, dtype=torch.float64) * INVERSE_GOLDEN_RATIO % 1
+    ranks = sequence.argsort().argsort()
+    return ((ranks + 0.5) / steps).to(like.dtype)
 
 
 def decode_rate(spikes: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ class SpikingShape(BaseModel):
     time_steps: int = Field(8, gt=0)
     threshold: float = Field(1.0, gt=0, allow_inf_nan=False)
     leak: float = Field(0.9, ge=0, le=1)
-    """Fraction of the membrane potential that remains after a step: 1: no leak, 0: no memory."""
+    """Fraction of the membrane potential that remains after a step; with 1 nothing leaks, with 0 nothing is remembered."""
     refractory: int = Field(0, ge=0)
     """Steps after a spike in which a unit ignores its input and cannot spike; its potential still leaks."""
     reset: Reset = "subtract"

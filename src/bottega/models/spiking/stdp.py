@@ -1,10 +1,10 @@
 """Spike-timing-dependent plasticity (STDP): the weight change that two spike trains cause.
 
 An input spike that comes before an output spike strengthens the synapse, one that comes after it weakens it; the pair rule
-counts each such pair by the time between them, and the triplet rule (Pfister & Gerstner, 2006) counts by earlier spikes of
+weights each such pair by the time between them, and the triplet rule (Pfister & Gerstner, 2006) by earlier spikes of
 the same unit too. The functions have no parameters and no state.
 
-S time steps   B examples   I inputs   O outputs
+S time steps   B examples   I inputs   O outputs   N inputs or outputs
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ unknown, so the pair is ignored."""
 
 @dataclass(frozen=True)
 class STDPRule:
-    """Amplitudes of an STDP rule, and its time constants in time steps. With both `a3` 0 it is the pair rule.
+    """Amplitudes of an STDP rule, and its time constants in time steps. With a3_plus and a3_minus 0 it is the pair rule.
 
     At an output spike a synapse gains r1 (a_plus + a3_plus o2), at an input spike it loses o1 (a_minus + a3_minus r2).
     r1 and r2 are traces of the input with tau_plus and tau_x, o1 and o2 of the output with tau_minus and tau_y: each spike
@@ -62,7 +62,10 @@ def _build_decay_kernel(spikes: Tensor, tau: float, *, with_own_step: bool) -> T
 
 
 def compute_weight_change(pre: Tensor, post: Tensor, rule: STDPRule, *, weight: Tensor | None = None) -> Tensor:
-    """Return the weight change (O, I), gain minus loss of all examples; the pair rule takes one matrix product."""
+    """Return the weight change (O, I): gain minus loss, as `compute_gain_and_loss` returns them.
+
+    The pair rule takes a single matrix product.
+    """
     if rule.a3_plus or rule.a3_minus:
         gain, loss = compute_gain_and_loss(pre, post, rule, weight=weight)
         return gain - loss
@@ -135,7 +138,7 @@ def apply_soft_bounds(gain: Tensor, loss: Tensor, weight: Tensor, *, low: float,
 
 
 def clamp_to_bounds(new: Tensor, old: Tensor, *, low: float, high: float) -> Tensor:
-    """Return `new`, limited to [low, high] extended to `old`: a weight that the gradient moved outside may stay there."""
+    """Return `new`, limited to [low, high] extended to include `old`: a weight that the gradient moved outside may stay."""
     return torch.clamp(new, old.clamp(max=low), old.clamp(min=high))
 
 

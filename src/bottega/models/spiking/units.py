@@ -115,10 +115,10 @@ class SpikingGate(nn.Module):
         self.shape, self.num_experts = shape, num_experts
         self.groups = SpikingLayer(in_features, num_experts * group_size, shape)
 
-    def forward(self, x: Tensor, counted: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, token_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return logits (..., E) and firing rates (..., U) of x (..., I), a constant current.
 
-        `counted` (...) is true where x is not padding. It is not used here, but by plasticity, which records the
+        `token_mask` (...) is true where x is not padding. It is not used here, but by plasticity, which records the
         arguments of calls.
         """
         currents = x.reshape(1, -1, x.shape[-1]).expand(self.shape.time_steps, -1, -1)
@@ -131,30 +131,33 @@ def spike_rate(spikes: Tensor) -> Tensor:
     return spikes.sum(0) / len(spikes)  # divided last, so that 1 is exactly 1
 
 
-def sum_activity(spikes: Tensor, counted: Tensor | None = None) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return sums over the examples of spikes (S, B, N) where `counted` (B) is true, and their number.
+def sum_activity(spikes: Tensor, example_mask: Tensor | None = None) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return each metric of spikes (S, B, N) as (sum over the examples where `example_mask` (B) is true, their number).
 
     `firing_rate` is the mean rate of the units, `silent` the fraction of units that do not fire. For rates (B, N) pass
     `rates[None]`. Dead and saturated units are not a mean over examples: see `unit_activity`.
     """
     rates = spike_rate(spikes.detach()).float().flatten(1)
     metrics = {"firing_rate": rates.mean(1), "silent": (rates == 0).float().mean(1)}
-    counted = torch.ones_like(metrics["silent"], dtype=torch.bool) if counted is None else counted > 0
-    num_examples = counted.float().sum()
-    return {name: (torch.where(counted, values, 0.0).sum(), num_examples) for name, values in metrics.items()}
+    is_counted = torch.ones_like(metrics["silent"], dtype=torch.bool) if example_mask is None else example_mask > 0
+    num_examples = is_counted.float().sum()
+    return {name: (torch.where(is_counted, values, 0.0).sum(), num_examples) for name, values in metrics.items()}
 
 
 def unit_activity(spikes: Tensor, highest_rate: float = 1.0) -> Tensor:
-    """Return the activity of each unit in each example, uint8 (B, N), for `unit_activity_metrics`."""
+    """Return the activity of each unit in each example, uint8 (B, N): SILENT, 1 or SATURATED."""
     rates = spike_rate(spikes.detach()).float().flatten(1)
     return (rates > 0).to(torch.uint8) + (rates >= highest_rate - 1e-6).to(torch.uint8)
 
 
-def unit_activity_metrics(rows: np.ndarray) -> dict[str, float]:
-    """Return the fractions of units that never fired in any example, and that fired whenever they could in all."""
-    if not len(rows):
+def unit_activity_metrics(activity: np.ndarray) -> dict[str, float]:
+    """Return the fractions of units that never fired in any example, and that fired whenever they could in all.
+
+    `activity` (examples, N) is that of `unit_activity`.
+    """
+    if not len(activity):
         return {}
-    dead, saturated = rows.max(0) == SILENT, rows.min(0) == SATURATED
+    dead, saturated = activity.max(0) == SILENT, activity.min(0) == SATURATED
     return {"dead": float(dead.mean()), "saturated": float(saturated.mean())}
 
 

@@ -34,8 +34,8 @@ def _load_shifted(x, segments, row, t, e, back, length, channels, x_time, PACKED
     s = t - back
     visible = (s >= 0) & (t < length)
     if PACKED:
-        own = tl.load(segments + row * length + t, mask=visible, other=0)
-        visible = visible & (tl.load(segments + row * length + s, mask=visible, other=0) == own)
+        segment = tl.load(segments + row * length + t, mask=visible, other=0)
+        visible = visible & (tl.load(segments + row * length + s, mask=visible, other=0) == segment)
     mask = visible[:, None] & (e < channels)[None, :]
     return tl.load(x + s.to(tl.int64)[:, None] * x_time + e[None, :], mask=mask, other=0.0).to(tl.float32)
 
@@ -82,8 +82,8 @@ def _conv_backward_weight(  # type: ignore[no-untyped-def]
     weight,
     bias,
     segments,
-    slope,
-    parts,
+    conv_grads,
+    partial_sums,
     length,
     channels,
     g_row,
@@ -112,30 +112,30 @@ def _conv_backward_weight(  # type: ignore[no-untyped-def]
         s = _convolve(x, weight, bias, segments, row, t, e, length, channels, x_time, WIDTH, PACKED)
         g = tl.load(grad + row * g_row + t.to(tl.int64)[:, None] * g_time + e[None, :], mask=mask, other=0.0)
         sigma = tl.sigmoid(s)
-        own = g.to(tl.float32) * sigma * (1 + s * (1 - sigma))
-        tl.store(slope + (row * length + t)[:, None] * channels + e[None, :], own, mask=mask)
-        total += own
-        w0 += own * _load_shifted(x, segments, row, t, e, 0, length, channels, x_time, PACKED)
+        conv_grad = g.to(tl.float32) * sigma * (1 + s * (1 - sigma))
+        tl.store(conv_grads + (row * length + t)[:, None] * channels + e[None, :], conv_grad, mask=mask)
+        total += conv_grad
+        w0 += conv_grad * _load_shifted(x, segments, row, t, e, 0, length, channels, x_time, PACKED)
         if WIDTH > 1:
-            w1 += own * _load_shifted(x, segments, row, t, e, 1, length, channels, x_time, PACKED)
+            w1 += conv_grad * _load_shifted(x, segments, row, t, e, 1, length, channels, x_time, PACKED)
         if WIDTH > 2:
-            w2 += own * _load_shifted(x, segments, row, t, e, 2, length, channels, x_time, PACKED)
+            w2 += conv_grad * _load_shifted(x, segments, row, t, e, 2, length, channels, x_time, PACKED)
         if WIDTH > 3:
-            w3 += own * _load_shifted(x, segments, row, t, e, 3, length, channels, x_time, PACKED)
-    parts += (row * tl.num_programs(1) + tl.program_id(1)) * (WIDTH + 1) * channels + e
-    tl.store(parts + WIDTH * channels, tl.sum(total, 0), mask=inside)
-    tl.store(parts + (WIDTH - 1) * channels, tl.sum(w0, 0), mask=inside)
+            w3 += conv_grad * _load_shifted(x, segments, row, t, e, 3, length, channels, x_time, PACKED)
+    partial_sums += (row * tl.num_programs(1) + tl.program_id(1)) * (WIDTH + 1) * channels + e
+    tl.store(partial_sums + WIDTH * channels, tl.sum(total, 0), mask=inside)
+    tl.store(partial_sums + (WIDTH - 1) * channels, tl.sum(w0, 0), mask=inside)
     if WIDTH > 1:
-        tl.store(parts + (WIDTH - 2) * channels, tl.sum(w1, 0), mask=inside)
+        tl.store(partial_sums + (WIDTH - 2) * channels, tl.sum(w1, 0), mask=inside)
     if WIDTH > 2:
-        tl.store(parts + (WIDTH - 3) * channels, tl.sum(w2, 0), mask=inside)
+        tl.store(partial_sums + (WIDTH - 3) * channels, tl.sum(w2, 0), mask=inside)
     if WIDTH > 3:
-        tl.store(parts + (WIDTH - 4) * channels, tl.sum(w3, 0), mask=inside)
+        tl.store(partial_sums + (WIDTH - 4) * channels, tl.sum(w3, 0), mask=inside)
 
 
 @triton.jit
 def _conv_backward_input(  # type: ignore[no-untyped-def]
-    slope,
+    conv_grads,
     weight,
     segments,
     grad_x,
@@ -156,10 +156,10 @@ def _conv_backward_input(  # type: ignore[no-untyped-def]
         u = t + back
         visible = u < length
         if PACKED:
-            own = tl.load(segments + row * length + t, mask=visible, other=0)
-            visible = visible & (tl.load(segments + row * length + u, mask=visible, other=0) == own)
+            segment = tl.load(segments + row * length + t, mask=visible, other=0)
+            visible = visible & (tl.load(segments + row * length + u, mask=visible, other=0) == segment)
         mask = visible[:, None] & inside[None, :]
-        g = tl.load(slope + (row * length + u)[:, None] * channels + e[None, :], mask=mask, other=0.0)
+        g = tl.load(conv_grads + (row * length + u)[:, None] * channels + e[None, :], mask=mask, other=0.0)
         w = tl.load(weight + e * WIDTH + (WIDTH - 1 - back), mask=inside, other=0.0).to(tl.float32)
         total += g.to(tl.float32) * w[None, :]
     mask = (t < length)[:, None] & inside[None, :]
@@ -188,7 +188,7 @@ def _norm_backward(  # type: ignore[no-untyped-def]
     scale,
     grad_y,
     grad_gate,
-    parts,
+    partial_sums,
     rows,
     size,
     g_row,
@@ -212,10 +212,10 @@ def _norm_backward(  # type: ignore[no-untyped-def]
         unit = value * z * sigma * factor
         total += g * unit
         g = g * w
-        slope = factor * (g - unit * (tl.sum(g * unit, 0) / size))
-        tl.store(grad_y + row * size + e, slope * z * sigma, mask=mask)
-        tl.store(grad_gate + row * size + e, slope * value * sigma * (1 + z * (1 - sigma)), mask=mask)
-    tl.store(parts + tl.program_id(0) * size + e, total, mask=inside)
+        gated_grad = factor * (g - unit * (tl.sum(g * unit, 0) / size))
+        tl.store(grad_y + row * size + e, gated_grad * z * sigma, mask=mask)
+        tl.store(grad_gate + row * size + e, gated_grad * value * sigma * (1 + z * (1 - sigma)), mask=mask)
+    tl.store(partial_sums + tl.program_id(0) * size + e, total, mask=inside)
 
 
 def conv_silu(x: Tensor, weight: Tensor, bias: Tensor, segments: Tensor | None) -> Tensor:
@@ -242,7 +242,7 @@ def conv_silu_backward(
     width = weight.shape[-1]
     grad, weight = grad if grad.stride(2) == 1 else grad.contiguous(), weight.contiguous()
     grid = (triton.cdiv(channels, TILE_CHANNELS), triton.cdiv(length, TILE_TOKENS), rows)
-    slope, grad_x = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    conv_grads, grad_x = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     weight_grid = (grid[0], triton.cdiv(length, BACKWARD_TILE_TOKENS * BACKWARD_TILES), rows)
     partial_sums = torch.empty(rows * weight_grid[1], width + 1, channels, dtype=torch.float32, device=x.device)
     segments_or_weight = weight if segments is None else segments.contiguous()  # without segments, any pointer
@@ -251,7 +251,7 @@ def conv_silu_backward(
     inputs = (grad, x, weight, bias.contiguous(), segments_or_weight)
     _conv_backward_weight[weight_grid](
         *inputs,
-        slope,
+        conv_grads,
         partial_sums,
         length,
         channels,
@@ -261,7 +261,7 @@ def conv_silu_backward(
         **constants,
     )
     _conv_backward_input[grid](
-        slope, weight, segments_or_weight, grad_x, length, channels, TIMES=TILE_TOKENS, **constants
+        conv_grads, weight, segments_or_weight, grad_x, length, channels, TIMES=TILE_TOKENS, **constants
     )
     grad_weight = partial_sums[:, :width].sum(0).t()[:, None].to(weight.dtype).contiguous()
     return grad_x, grad_weight, partial_sums[:, width].sum(0).to(bias.dtype)

@@ -174,8 +174,8 @@ def _pass_states(
 
     A chunk multiplies the state by exp(total) and adds `added`.
 
-    added (..., K, M), total (..., K), cuts (..., K), state (..., M). A chunk with cuts forgets the state before it. The
-    first result is None if all states before are 0.
+    added (..., K, M), total (..., K), num_resets (..., K), state (..., M), where M = P N. A chunk with a reset forgets the
+    state before it. The first result is None if all states before are 0.
     """
     num_chunks = added.shape[-2]
     if num_chunks > MAX_CHUNKS_PER_PRODUCT:

@@ -57,7 +57,7 @@ def _pass_backward(  # type: ignore[no-untyped-def]
     decay,
     before,
     grad_added,
-    parts,
+    partial_sums,
     heads,
     size,
     COUNT: tl.constexpr,
@@ -80,10 +80,10 @@ def _pass_backward(  # type: ignore[no-untyped-def]
         d0 = tl.load(decay + p0)
         d1 = tl.load(decay + p1, mask=k > 0, other=1.0)
         tl.store(grad_added + p0 * size + m, state_grad, mask=inside)
-        tl.store(parts + p0 * blocks + tl.program_id(1), tl.sum(state_grad * b0, 0))
+        tl.store(partial_sums + p0 * blocks + tl.program_id(1), tl.sum(state_grad * b0, 0))
         state_grad = state_grad * d0 + g0
         tl.store(grad_added + p1 * size + m, state_grad, mask=i1)
-        tl.store(parts + p1 * blocks + tl.program_id(1), tl.sum(state_grad * b1, 0), mask=k > 0)
+        tl.store(partial_sums + p1 * blocks + tl.program_id(1), tl.sum(state_grad * b1, 0), mask=k > 0)
         state_grad = state_grad * d1 + g1
 
 

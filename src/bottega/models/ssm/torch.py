@@ -141,7 +141,7 @@ class GatedRMSNorm(nn.Module):
         return F.rms_norm(gated, self.weight.shape, self.weight.to(exact), self.epsilon)
 
     def forward_fused(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Return the same in one kernel."""
+        """Return the same as `forward`, in x's dtype, computed by one kernel."""
         rows = (x.flatten(0, 1), gate.flatten(0, 1))
         return torch.ops.bottega.gated_norm(*rows, self.weight, self.epsilon)[0].view_as(x)
 

@@ -90,7 +90,7 @@ class PretrainedShape(BaseModel):
 
     kind: Literal["pretrained"] = "pretrained"
     config: str
-    """JSON, with its id2label."""
+    """The configuration as JSON, with the class names in id2label."""
 
     @field_validator("config")
     @classmethod
@@ -116,7 +116,7 @@ class PretrainedShape(BaseModel):
         return self.config_dict.get("vocab_size")
 
     def get_dimension(self, key: str) -> int | None:
-        """Return the size that recipes call `key`, under any name of an architecture; None if there is none."""
+        """Return the size that recipes call `key`, whatever the configuration calls it; None if it has no such size."""
         values = self.config_dict
         return next((values[name] for name in DIMENSIONS[key] if isinstance(values.get(name), int)), None)
 

@@ -25,6 +25,7 @@ from bottega.models.folders.untrusted import attribute_errors_to, load_transform
 from bottega.models.initial import fill_parameters, initial_value
 from bottega.models.text_classifier.config import DROPOUTS, PretrainedShape
 
+KEY = "model.from"
 NEW_PARAMETERS = ("head.", "pooling.", "backbone.pooler.")
 """Prefixes of parameters that a folder may lack, as a masked language model does; they are then initialised."""
 
@@ -36,13 +37,14 @@ class PretrainedClassifier(nn.Module):
         super().__init__()
         self.shape = shape
         self.paths = locate_backbone_and_head(network, shape.num_labels)
-        prefix, path = self.paths
-        self.backbone: Any = getattr(network, prefix)
-        self.head: Any = network.get_submodule(path)
+        """Attribute of the encoder and module path of the last layer, as the network names them."""
+        backbone_name, head_path = self.paths
+        self.backbone: Any = getattr(network, backbone_name)
+        self.head: Any = network.get_submodule(head_path)
         # A plain attribute, so that the network can still call its encoder while it is registered only under our name.
-        del network._modules[prefix]
-        network.__dict__[prefix] = self.backbone
-        network.set_submodule(path, nn.Identity())  # the network then returns features in place of logits
+        del network._modules[backbone_name]
+        network.__dict__[backbone_name] = self.backbone
+        network.set_submodule(head_path, nn.Identity())  # the network then returns features in place of logits
         self.pooling: Any = network
         self.pad_token_id = shape.config_dict.get("pad_token_id")
         self._is_checkpointed = False
@@ -74,31 +76,35 @@ class PretrainedClassifier(nn.Module):
 
 
 def locate_backbone_and_head(network: Any, num_labels: int) -> tuple[str, str]:
-    """Return the module paths of the encoder and the last layer, such as ("roberta", "classifier.out_proj")."""
-    prefix = network.base_model_prefix
+    """Return the attribute of the encoder and the module path of the last layer: ("roberta", "classifier.out_proj")."""
+    backbone_name = network.base_model_prefix
     head_paths = [
-        name
-        for name, module in network.named_modules()
-        if isinstance(module, nn.Linear) and module.out_features == num_labels and not name.startswith(f"{prefix}.")
+        path
+        for path, module in network.named_modules()
+        if isinstance(module, nn.Linear)
+        and module.out_features == num_labels
+        and not path.startswith(f"{backbone_name}.")
     ]
-    if prefix not in network._modules or not head_paths:
+    if backbone_name not in network._modules or not head_paths:
         raise UsageError(
-            f"pretrained: {type(network).__name__} has no encoder with a linear layer after it; use an encoder such as BERT"
+            f"{KEY}: {type(network).__name__} has no encoder with a linear layer after it; use an encoder such as BERT"
         )
-    return prefix, head_paths[-1]
+    return backbone_name, head_paths[-1]
 
 
 def read_pretrained_shape(
     folder: Path, names: Sequence[str], *, multi_label: bool = False, **dropouts: float | None
 ) -> PretrainedShape:
-    """Return the configuration of a folder's model with the classes `names`, and with `dropouts` that are not None."""
+    """Return the configuration of a folder's model with the classes `names`, and with `dropouts` that are not None.
+
+    Keys of `dropouts` are the recipe's: those of DROPOUTS.
+    """
     transformers = _import_transformers()
-    require_config(folder, key="pretrained", description="encoder")
-    config = load_transformers_config(folder, key="pretrained", description="encoder")
+    require_config(folder, key=KEY, description="encoder")
+    config = load_transformers_config(folder, key=KEY, description="encoder")
     if type(config) not in transformers.AutoModelForSequenceClassification._model_mapping:
         raise UsageError(
-            f"pretrained: {folder} contains a {config.model_type}, which cannot classify texts; use an encoder such "
-            "as BERT"
+            f"{KEY}: {folder} contains a {config.model_type}, which cannot classify texts; use an encoder such as BERT"
         )
     for key, value in dropouts.items():
         fields = [field for field in DROPOUTS[key] if hasattr(config, field)]
@@ -116,9 +122,9 @@ def lacks_pooler(name: str) -> bool:
     """Return whether the encoder that `name` refers to has no pooling layer among its weights."""
     from safetensors import safe_open
 
-    for file in resolve_model(name, key="model.from").path.glob("*.safetensors"):
+    for file in resolve_model(name, key=KEY).path.glob("*.safetensors"):
         with safe_open(file, framework="pt") as tensors:
-            if any("pooler." in name for name in tensors.keys()):  # noqa: SIM118  (it is not a dict)
+            if any("pooler." in tensor_name for tensor_name in tensors.keys()):  # noqa: SIM118  (it is not a dict)
                 return False
     return True
 
@@ -133,16 +139,17 @@ def build_pretrained(shape: PretrainedShape, seed: int, *, folder: Path | str | 
         model = PretrainedClassifier(shape, _build_network(shape))
         fill_parameters(model, functools.partial(_compute_initial_value, seed=seed))
         return model.train()
-    folder = resolve_model(str(folder), key="model.from").path
-    with attribute_errors_to(folder, key="pretrained"):
+    folder = resolve_model(str(folder), key=KEY).path
+    with attribute_errors_to(folder, key=KEY):
         network, missing_names = _load_network(shape, folder)
-    prefix, path = locate_backbone_and_head(network, shape.num_labels)
+    paths = locate_backbone_and_head(network, shape.num_labels)
     model = PretrainedClassifier(shape, network)
-    new_names = {_to_our_name(name, prefix, path) for name in missing_names}
+    new_names = {_to_our_name(name, *paths) for name in missing_names}
     missing_encoder_names = sorted(name for name in new_names if not name.startswith(NEW_PARAMETERS))
     if missing_encoder_names:
         raise CheckpointError(
-            f"{folder} lacks {missing_encoder_names[0]} ({len(missing_encoder_names)} missing tensors); it is not a complete encoder"
+            f"{folder} lacks {missing_encoder_names[0]} ({len(missing_encoder_names)} missing tensors); "
+            "it is not a complete encoder: download or export it again"
         )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -154,9 +161,9 @@ def build_pretrained(shape: PretrainedShape, seed: int, *, folder: Path | str | 
 def export_pretrained(state: Mapping[str, Tensor], shape: PretrainedShape, folder: Path | str) -> Path:
     """Write config.json and model.safetensors for AutoModelForSequenceClassification."""
     network = _build_network(shape)
-    prefix, path = locate_backbone_and_head(network, shape.num_labels)
+    paths = locate_backbone_and_head(network, shape.num_labels)
     tensors = {name: tensor.detach().cpu() for name, tensor in state.items()}
-    network.load_state_dict({_to_their_name(name, prefix, path): tensor for name, tensor in tensors.items()})
+    network.load_state_dict({_to_their_name(name, *paths): tensor for name, tensor in tensors.items()})
     with quiet_logging():
         network.save_pretrained(Path(folder))
     return Path(folder)
@@ -194,29 +201,27 @@ def _build_config(shape: PretrainedShape) -> Any:
 
 
 def _compute_initial_value(name: str, shape: tuple[int, ...], *, seed: int) -> np.ndarray:
-    """Return one initial value by our usual rule; a weight with one axis is a norm, whatever its name."""
+    """Return one initial value as `initial_value` does; a weight with one axis is a norm, whatever its name."""
     if name.endswith(".weight") and len(shape) == 1:
         return np.ones(shape, np.float32)
     return initial_value(name, shape, seed, residual_layers=1)
 
 
-def _to_our_name(name: str, prefix: str, path: str) -> str:
-    for theirs, ours in ((prefix, "backbone"), (path, "head")):
+def _to_our_name(name: str, backbone_name: str, head_path: str) -> str:
+    for theirs, ours in ((backbone_name, "backbone"), (head_path, "head")):
         if name.startswith(f"{theirs}."):
             return ours + name.removeprefix(theirs)
     return f"pooling.{name}"
 
 
-def _to_their_name(name: str, prefix: str, path: str) -> str:
-    part, _, rest = name.partition(".")
-    return {"backbone": f"{prefix}.{rest}", "head": f"{path}.{rest}"}.get(part, rest)
+def _to_their_name(name: str, backbone_name: str, head_path: str) -> str:
+    module, _, suffix = name.partition(".")
+    return {"backbone": f"{backbone_name}.{suffix}", "head": f"{head_path}.{suffix}"}.get(module, suffix)
 
 
 def _import_transformers() -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise EnvironmentProblem(
-            "pretrained: encoders of transformers need transformers; pip install 'bottega[hub]'"
-        ) from error
+        raise EnvironmentProblem(f"{KEY}: pretrained encoders need transformers; pip install 'bottega[hub]'") from error
     return transformers

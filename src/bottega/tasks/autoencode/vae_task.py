@@ -40,7 +40,7 @@ class Reconstruction(Task):
 
     def specs(self) -> dict[str, ModelSpec]:
         if self.pretrained is not None:
-            architecture = "bottega.models.autoencoder.vae:start_autoencoder"
+            architecture = "bottega.models.autoencoder.vae:build_autoencoder"
             return {"model": ModelSpec(architecture, self.shape, pretrained=self.pretrained, load=None)}
         architecture = "bottega.models.autoencoder.vae:Autoencoder"
         initial = Initial("bottega.models.autoencoder.vae:Autoencoder.initialise")

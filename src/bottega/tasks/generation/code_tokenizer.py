@@ -181,7 +181,7 @@ def resolve_tokenizer_folder(recipe: Any, name: str, *, runs_folder: Path | None
     )
     if not (model.path / CONFIG).is_file():
         remedy = "give a run or an exported folder"
-        if model.origin in ("part", "run"):
+        if model.origin in ("dependency", "run"):
             remedy = f"run bottega export {model.path.parent} first"
         raise UsageError(f"{key}: {model.path.absolute()} has no tokenizer; {remedy}")
     return model.path.absolute()

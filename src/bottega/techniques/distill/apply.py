@@ -119,7 +119,7 @@ def _open_teacher(name: str, recipe: Recipe, workload: Workload, *, open_run: Op
         # On the student's device: with several processes, the first engine decides the communication backend.
         saved = open_run(folder, device=recipe.device)
     except BottegaError as error:
-        named_error = type(error)(f"{KEY}: {str(error).removeprefix('pretrained: ')}")
+        named_error = type(error)(f"{KEY}: {str(error).removeprefix('model.from: ')}")
         named_error.code = error.code
         raise named_error from None
     if type(saved.workload) is not type(workload):

@@ -229,7 +229,7 @@ def record_spikes(model: nn.Module, layers: Sequence[SpikingLayer]) -> Iterator[
 
     def set_mask(gate: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal token_mask
-        token_mask = inputs[1] if len(inputs) > 1 else kwargs.get("counted")
+        token_mask = inputs[1] if len(inputs) > 1 else kwargs.get("token_mask")
 
     def clear_mask(gate: nn.Module, inputs: Any, output: Any) -> None:
         nonlocal token_mask
