@@ -154,7 +154,9 @@ def _add_tune_arguments(parser: argparse.ArgumentParser) -> None:
         "conditional; may be repeated (default: tune.space of the recipe)",
     )
     parser.add_argument("--trials", type=int, help="number of trials of the study (default: 20; a grid: all points)")
-    parser.add_argument("--jobs", type=_parse_number, help="trials at a time (default: auto, as many as fit on the machine)")
+    parser.add_argument(
+        "--jobs", type=_parse_number, help="trials at a time (default: auto, as many as fit on the machine)"
+    )
     parser.add_argument(
         "--timeout", metavar="TIME", help='time limit, such as 30min or "2 h"; the same command continues'
     )
@@ -175,6 +177,11 @@ def _add_tune_arguments(parser: argparse.ArgumentParser) -> None:
         default=0,
         metavar="N",
         help="train the best again with N seeds, and compare (default: 0)",
+    )
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="pbt: train the winner again from its recorded keys, and compare the weights",
     )
     parser.add_argument("--then-train", action="store_true", help="train the best recipe at the end")
     parser.add_argument("--out", metavar="DIR", help="folder of the study (default: studies/NAME)")
@@ -199,6 +206,7 @@ def _tune(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
         study=arguments.study,
         storage=arguments.storage,
         confirm=arguments.confirm,
+        verify=arguments.verify,
         out=Path(arguments.out) if arguments.out else None,
         fresh=arguments.fresh,
         quiet=arguments.quiet,

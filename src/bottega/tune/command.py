@@ -38,6 +38,7 @@ def tune(
     study: str | None = None,
     storage: str | None = None,
     confirm: int = 0,
+    verify: bool = False,
     out: str | Path | None = None,
     fresh: bool = False,
     quiet: bool = True,
@@ -45,7 +46,8 @@ def tune(
     """`bottega.tune`: search the keys of a recipe, and return the content of study.json.
 
     `space` maps keys to `"log(1e-5, 1e-2)"`, a list of values, or a tuple such as `(1e-5, 0.1, "log_uniform")`; several spaces are
-    joined. `timeout` is in seconds, or text such as "30 min". The same call continues where an earlier one stopped.
+    joined. `timeout` is in seconds, or text such as "30 min". `confirm` trains the best with so many further seeds; `verify` trains the
+    winner of pbt again and compares the weights. The same call continues where an earlier one stopped.
     """
     from bottega.run.saved import strip_flag_dashes
 
@@ -67,6 +69,7 @@ def tune(
             study=study,
             storage=storage,
             confirm=confirm,
+            verify=verify,
             out=Path(out) if out is not None else None,
             fresh=fresh,
             quiet=quiet,
@@ -95,6 +98,7 @@ def run_study(
     study: str | None,
     storage: str | None,
     confirm: int,
+    verify: bool,
     out: Path | None,
     fresh: bool,
     quiet: bool,
@@ -130,7 +134,7 @@ def run_study(
         if plan.options.method == "pbt":
             from bottega.tune.population import run_population
 
-            return run_population(plan, environments, console)
+            return run_population(plan, environments, console, verify=verify)
         return _search(plan, environments, console, confirm=confirm, fresh=fresh)
     except (UsageError, EnvironmentProblem):
         folder.remove_if_unused(created)

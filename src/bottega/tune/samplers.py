@@ -36,10 +36,10 @@ def _derive_seed(seed: int, number: int) -> int:
 def _build_seeded(method: str, seed: int) -> BaseSampler:
     if method == "random":
         return RandomSampler(seed=seed)
-    if method == "tpe":
-        return TPESampler(seed=seed, group=True, multivariate=True)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about experimental classes
+        warnings.simplefilter("ignore")  # about experimental classes and options
+        if method == "tpe":
+            return TPESampler(seed=seed, group=True, multivariate=True)
         if method == "cmaes":
             try:
                 return ReplayedCmaEsSampler(seed=seed, n_startup_trials=1, warn_independent_sampling=False)
