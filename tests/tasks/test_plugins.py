@@ -241,7 +241,7 @@ def test_an_error_in_a_plugin_names_its_line(project: Path) -> None:
     plugin.write_text(
         plugin.read_text().replace("(squares * counted).sum(), 1.0", "squares * counted, 1.0").replace("eror", "error")
     )
-    assert "the plugin regression, or a bug in bottega" in train(project).stderr
+    assert "an error in the plugin regression or in bottega" in train(project).stderr
 
 
 def test_invalid_samples_to_predict_are_refused(project: Path) -> None:
