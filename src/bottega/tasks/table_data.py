@@ -157,7 +157,7 @@ class TableData(TaskData):
     def limit(self, name: str, samples: Source) -> Source:
         """Return the first samples of the held-out table `name`, as many as its `limit` in the recipe.
 
-        The samples of several sources are interleaved first, so that each is represented in proportion to its size.
+        If data.mixture is sequence, the sources are interleaved first, so that each has its share of these samples.
         """
         rows_per_source = self.prepared.metadata.get("by_source", {}).get(name)
         if rows_per_source is not None:

@@ -30,7 +30,10 @@ ACCIDENTALS = {"": 0, "#": 1, "♯": 1, "b": -1, "♭": -1}
 
 
 def estimate_pitch(audio: np.ndarray, sample_rate: float, *, low: float = 50, high: float = 2000) -> np.ndarray:
-    """Return the pitch in hertz, () or (batch,), of audio (N,) or (batch, N); NaN for silence, noise or non-finite audio."""
+    """Return the pitch between `low` and `high`, in hertz, () or (batch,), of audio (N,) or (batch, N).
+
+    NaN for silence, noise or non-finite audio.
+    """
     assert 0 < low < high <= sample_rate / 2, "pitches lie between 0 and half of the sample rate"
     if audio.ndim == 1:
         return np.array(_estimate_clip_pitch(audio, sample_rate, low, high))
@@ -66,23 +69,26 @@ def _estimate_clip_pitch(audio: np.ndarray, sample_rate: float, low: float, high
     return math.nan if period is None else LAGS_PER_SAMPLE * sample_rate / _refine_period(similarity, period)
 
 
-def _high_pass(audio: np.ndarray, low: float) -> np.ndarray:
-    """Return audio with frequencies below `low` attenuated: offset and drift would correlate at every lag.
+def _high_pass(audio: np.ndarray, cutoff: float) -> np.ndarray:
+    """Return audio with frequencies below `cutoff`, in cycles per sample, attenuated: an offset correlates at every lag.
 
-    The callers pass half the lowest pitch, since the spectrum of a fast decay is broad: with a cutoff at its pitch, the estimate
+    The cutoff is half the lowest pitch, since the spectrum of a fast decay is broad: with a cutoff at its pitch, the estimate
     for a note moved by 12 cents.
     """
     frequencies = np.fft.rfftfreq(len(audio))
-    return np.fft.irfft(np.fft.rfft(audio) * np.minimum(1, (frequencies / low) ** 2), len(audio))
+    return np.fft.irfft(np.fft.rfft(audio) * np.minimum(1, (frequencies / cutoff) ** 2), len(audio))
 
 
-def _find_period(similarity: np.ndarray, shortest: float, longest: float) -> int | None:
-    """Return the lag of the first peak that is nearly as high as the highest; None if none is high enough."""
+def _find_period(similarity: np.ndarray, min_lag: float, max_lag: float) -> int | None:
+    """Return the index of the first peak that is nearly as high as the highest; None if none is high enough.
+
+    `min_lag` and `max_lag` are indices into `similarity`, LAGS_PER_SAMPLE for each sample.
+    """
     # Without an offset the correlation is negative somewhere within a period; peaks before that are on the slope from lag 0.
     negative = np.flatnonzero(similarity < 0)
-    shortest = max(0.99 * shortest, negative[0] if len(negative) else math.inf)
+    min_lag = max(0.99 * min_lag, negative[0] if len(negative) else math.inf)
     peaks = 1 + np.flatnonzero((similarity[1:-1] >= similarity[:-2]) & (similarity[1:-1] > similarity[2:]))
-    peaks = peaks[(peaks > shortest) & (peaks < 1.01 * longest)]
+    peaks = peaks[(peaks > min_lag) & (peaks < 1.01 * max_lag)]
     if not len(peaks) or similarity[peaks].max() < MIN_CORRELATION:
         return None
     first = peaks[np.argmax(similarity[peaks] >= PEAK_FRACTION * similarity[peaks].max())]
@@ -92,9 +98,9 @@ def _find_period(similarity: np.ndarray, shortest: float, longest: float) -> int
 
 
 def _refine_period(similarity: np.ndarray, period: int) -> float:
-    """Return the period, measured at its furthest multiple that is still a high peak and divided by it, as is the error.
+    """Return the period in lags, measured at its furthest multiple that is still a high peak.
 
-    Overtones that decay faster than the fundamental shift the first peak by up to 14 cents.
+    Dividing the position of that peak by the multiple divides the error as well. Overtones that decay faster than the fundamental shift the first peak by up to 14 cents.
     """
     best, count = _interpolate_peak(similarity, period), 1
     while (count + 1) * best + best / 4 < len(similarity) - 1:
@@ -128,8 +134,8 @@ def _cross_correlate(audio: np.ndarray, longest_lag: int, *, window: int) -> np.
     frames, energy = frames[is_loud], np.maximum(energy[is_loud], 1e-300)
     size = 1 << (window + 2 * longest_lag).bit_length()
     # Spectra are summed before one inverse transform, whose greater length interpolates between samples.
-    heads, wholes = np.fft.rfft(frames[:, :window], size), np.fft.rfft(frames, size)
-    product = (np.conj(heads) * wholes).sum(0)
+    window_spectra, frame_spectra = np.fft.rfft(frames[:, :window], size), np.fft.rfft(frames, size)
+    product = (np.conj(window_spectra) * frame_spectra).sum(0)
     product[-1] /= 2
     products = LAGS_PER_SAMPLE * np.fft.irfft(product, LAGS_PER_SAMPLE * size)[: LAGS_PER_SAMPLE * longest_lag + 1]
     norms = np.sqrt(energy * energy[:, :1]).sum(0)
