@@ -107,8 +107,8 @@ def test_bounds_symmetry_and_invariances(seed: int, height: int, width: int) -> 
     for changed in (lambda x: x[:, ::-1], lambda x: x[:, :, ::-1], lambda x: x.swapaxes(1, 2), lambda x: x[..., ::-1]):
         assert ssim(changed(a), changed(b)) == pytest.approx(values, abs=1e-12)
     # Colour is the mean over channels, and pairs are independent.
-    each = np.mean([ssim(a[..., i : i + 1], b[..., i : i + 1]) for i in range(3)], axis=0)
-    assert each == pytest.approx(values, abs=1e-12)
+    per_channel = np.mean([ssim(a[..., i : i + 1], b[..., i : i + 1]) for i in range(3)], axis=0)
+    assert per_channel == pytest.approx(values, abs=1e-12)
     assert ssim(a[1:], b[1:])[0] == values[1]
 
 

@@ -221,7 +221,7 @@ class TextClassifyWorkload(Workload):
     def export(self, models: Models, folder: Path) -> dict[str, Any]:
         """Write the model and its tokenizer.
 
-        The layout is that of transformers if the model is one of its own, else model.safetensors and a config.json that
+        The layout is that of transformers if transformers has the model, else model.safetensors and a config.json that
         describes the network in full.
         """
         folder.mkdir(parents=True, exist_ok=True)

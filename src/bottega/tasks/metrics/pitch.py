@@ -58,7 +58,7 @@ def _estimate_clip_pitch(audio: np.ndarray, sample_rate: float, low: float, high
     if not len(audio) or not np.isfinite(audio).all():
         return math.nan
     audio = _high_pass(audio.astype(np.float64), low / 2 / sample_rate)
-    # A lag is compared over a window of its own length at least; audio that is too short for that cannot have such a low pitch.
+    # The window that is compared is at least as long as the lag, so audio shorter than two periods of a pitch cannot have it.
     longest_lag = min(math.ceil(sample_rate / low) + 1, len(audio) // 2 - 1)
     if longest_lag <= sample_rate / high or np.abs(audio).max() <= SILENCE_AMPLITUDE:
         return math.nan

@@ -61,6 +61,7 @@ class MultitaskProcessor(Processor):
 def _affects_part(key: str) -> bool:
     """Whether a key of a part's recipe has an effect.
 
-    Training belongs to the whole run, except the form of a part's loss; a tokenizer from another part lies in the cache.
+    Training and evaluation settings are those of the whole run, except label smoothing, which changes the loss of a part. The
+    path of a tokenizer from another part lies in the cache and may change.
     """
     return not key.startswith(("training.", "evaluation.", "data.tokenizer.path")) or key == "training.label_smoothing"
