@@ -2,8 +2,8 @@
 
     python benchmarks/cpu_encoder.py --data text-cls-sst2/ --rounds 3
 
-The same BERT (random weights, saved once), tokenizer, sentences, batches of 32 padded to their longest, AdamW at one rate
-with clipping at 1, loss logged every 10 steps; each contestant runs in its own process, rounds interleaved. Training speed is
+The same BERT (random weights, saved once), tokenizer, sentences, batches of 32 padded to their longest, AdamW at a constant
+rate with clipping at 1, loss logged every 10 steps; each contestant runs in its own process, rounds interleaved. Training speed is
 measured between logs after the first two; the second evaluation over dev is timed. Prints a table with medians and the
 ratio, and one line of JSON.
 """
@@ -168,14 +168,14 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--as", dest="who", choices=("trainer", "ours"), help=argparse.SUPPRESS)
+    parser.add_argument("--as", dest="contestant", choices=("trainer", "ours"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.who:
+    if options.contestant:
         import torch
 
         torch.set_num_threads(options.threads)
-        print(json.dumps({"trainer": run_trainer, "ours": run_ours}[options.who](options.folder, options.data)))
+        print(json.dumps({"trainer": run_trainer, "ours": run_ours}[options.contestant](options.folder, options.data)))
         return
     results: dict[str, list[dict[str, Any]]] = {"trainer": [], "ours": []}
     with tempfile.TemporaryDirectory() as name:

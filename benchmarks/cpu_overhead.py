@@ -1,4 +1,4 @@
-"""Our contestant of a framework-overhead benchmark: what `Trainer` adds to a step over a bare torch loop, on a CPU.
+"""Our contestant in a benchmark of framework overhead: the time that `Trainer` adds to a step of a bare torch loop, on a CPU.
 
 The benchmark that interleaves the others (bare loop, Accelerate, Lightning, HF Trainer) calls this one through its
 `--extra`, with the task in BENCH_* variables; BENCH_DIR holds its models, optimizer settings and clock. Prints one JSON line
@@ -38,7 +38,7 @@ def build_model(name: str) -> torch.nn.Module:
 
 
 class BenchmarkTask(Task):
-    """The benchmark's own model: it returns a mean, so the sum is the mean times the count."""
+    """The benchmark's own model. It returns the mean loss, but a task returns the sum: the mean times the count."""
 
     name: str
 

@@ -12,7 +12,7 @@ from bottega.data.tables.shards import Table
 
 
 class Crops(Source):
-    """Center crops of 224 of 256 pixels, as floats."""
+    """Center crops of 224 x 224 pixels from images of 256 x 256, as floats."""
 
     def __init__(self, table: Table) -> None:
         self.table = table

@@ -1,4 +1,4 @@
-"""Our contestant of a data benchmark: text to packed tokens and shuffled batches of them; images from tar shards.
+"""Our contestant in a data benchmark: text to packed tokens and shuffled batches of them; images from tar shards.
 
 The benchmark that interleaves the others (HF datasets, tokenizers, tiktoken, webdataset, ...) calls this one through its
 `--extra`, with the task in BENCH_* variables. Prints one JSON line.
@@ -31,9 +31,9 @@ from bottega.tasks.language.prepare import prepare_language
 from crops import Crops
 
 
-def processor_seconds() -> float:
-    t = os.times()
-    return t.user + t.system + t.children_user + t.children_system
+def cpu_seconds() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
 
 
 def run_text() -> dict[str, Any]:
@@ -41,9 +41,9 @@ def run_text() -> dict[str, Any]:
     block, batch = int(os.environ["BENCH_BLOCK"]), int(os.environ["BENCH_BATCH"])
     data = TextData(train=SourceOptions(path=corpus))
     spec = TokenizerSpec(kind="pretrained", path=os.environ["BENCH_TOKENIZER"])
-    start, used = time.perf_counter(), processor_seconds()
+    start, used_seconds = time.perf_counter(), cpu_seconds()
     prepared = prepare_language(data, spec, progress=lambda stage, done, total: None, cache=out / "cache")
-    seconds, used = time.perf_counter() - start, processor_seconds() - used
+    seconds, used_seconds = time.perf_counter() - start, cpu_seconds() - used_seconds
     stream = prepared.table("train").values("tokens")
     # A window of `block` tokens includes the target of its last input.
     loader = Loader(TokenWindows(prepared.folder, "train", sequence_length=block - 1, seed=0), batch, seed=0)
@@ -61,7 +61,7 @@ def run_text() -> dict[str, Any]:
         "tokens": len(stream),
         "prep_tokens_per_s": len(stream) / seconds,
         "mb_per_s": os.path.getsize(corpus) / seconds / 1e6,
-        "cpu_s": used,
+        "cpu_s": used_seconds,
         "serve_tokens_per_s": median(rates),
         "crc": zlib.crc32(stream.astype(np.uint16).tobytes()),
         "crc_block0": zlib.crc32(stream[:block].astype(np.uint16).tobytes()),
@@ -82,7 +82,7 @@ def run_image() -> dict[str, Any]:
     torch.set_num_threads(1)
     loader = Loader(crops, batch, seed=0, workers=workers if store == "encoded" else 0)
     steps = len(crops) // batch
-    rates, firsts, used = [], [], processor_seconds()
+    rates, firsts, used_seconds = [], [], cpu_seconds()
     for epoch in range(2):
         start = time.perf_counter()
         batches = loader(epoch * steps)
@@ -96,7 +96,7 @@ def run_image() -> dict[str, Any]:
         rates.append((steps - 1) * batch / (time.perf_counter() - first))
         firsts.append(first - start)
         batches.close()
-    per_image = 1e3 * (processor_seconds() - used) / 2 / (steps * batch)
+    per_image = 1e3 * (cpu_seconds() - used_seconds) / 2 / (steps * batch)
     return {"images_per_s": median(rates), "first_batch_s": median(firsts), "cpu_ms_per_image": per_image}
 
 

@@ -39,10 +39,10 @@ def measure_seconds(work: Work) -> float:
     return time.process_time() - start
 
 
-def compare(name: str, ours: Work, theirs: Work, *, turns: int = 5) -> None:
+def compare(name: str, ours: Work, theirs: Work, *, rounds: int = 5) -> None:
     best = [
         min(times)
-        for times in zip(*[(measure_seconds(ours), measure_seconds(theirs)) for _ in range(turns)], strict=True)
+        for times in zip(*[(measure_seconds(ours), measure_seconds(theirs)) for _ in range(rounds)], strict=True)
     ]
     print(f"{name:<58} {best[0] / best[1]:8.2f}   ({best[0] * 1e3:.2f} ms vs {best[1] * 1e3:.2f} ms)", flush=True)
 

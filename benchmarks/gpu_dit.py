@@ -1,7 +1,7 @@
 """DiT-B/4 at 32 x 32 x 4 latents in bf16 on one GPU: ours compared with a plain implementation, eager and compiled.
 
-In one process the contestants are interleaved in short windows of steps to share clock and thermal effects, and medians
-are compared. Both draw noise and times, compute the flow-matching loss and take a fused AdamW step.
+The contestants run in one process, interleaved in short windows of steps to share clock and thermal effects, and medians
+are compared. All draw noise and times, compute the flow-matching loss and take a fused AdamW step.
 
     python benchmarks/gpu_dit.py [--batch 256] [--rounds 5] [--steps 20]
 """
@@ -42,14 +42,14 @@ class PlainBlock(nn.Module):
         self.ada = nn.Sequential(nn.SiLU(), nn.Linear(WIDTH, 6 * WIDTH))
 
     def forward(self, x: Tensor, c: Tensor) -> Tensor:
-        s1, b1, g1, s2, b2, g2 = self.ada(c).chunk(6, dim=1)
-        h = self.norm1(x) * (1 + b1[:, None]) + s1[:, None]
+        shift1, scale1, gate1, shift2, scale2, gate2 = self.ada(c).chunk(6, dim=1)
+        h = self.norm1(x) * (1 + scale1[:, None]) + shift1[:, None]
         batch, tokens, _ = h.shape
         q, k, v = self.qkv(h).reshape(batch, tokens, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
         h = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, tokens, WIDTH)
-        x = x + g1[:, None] * self.proj(h)
-        h = self.norm2(x) * (1 + b2[:, None]) + s2[:, None]
-        return x + g2[:, None] * self.mlp(h)
+        x = x + gate1[:, None] * self.proj(h)
+        h = self.norm2(x) * (1 + scale2[:, None]) + shift2[:, None]
+        return x + gate2[:, None] * self.mlp(h)
 
 
 class PlainDiT(nn.Module):
@@ -90,9 +90,9 @@ def build_plain(batch: int, *, compiled: bool) -> Callable[[], None]:
         t = torch.sigmoid(torch.randn(batch, device="cuda"))
         noise = torch.randn_like(x)
         noisy = (1 - t)[:, None, None, None] * x + t[:, None, None, None] * noise
-        dropped = torch.where(torch.rand(batch, device="cuda") < 0.1, CLASSES, y)
+        labels = torch.where(torch.rand(batch, device="cuda") < 0.1, CLASSES, y)
         with torch.autocast("cuda", dtype=torch.bfloat16):
-            out = called(noisy, t, dropped)
+            out = called(noisy, t, labels)
         F.mse_loss(out.float(), noise - x).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -128,6 +128,7 @@ def build_ours(batch: int, *, ema: float | None = None) -> Callable[[], None]:
 
 
 def time_step(step: Callable[[], None], steps: int) -> float:
+    """Return the mean seconds of a step."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(steps):

@@ -1,4 +1,4 @@
-"""Our contestant of the GPT-2 124M throughput benchmark on one GPU: tokens/s, peak memory, time to the first step.
+"""Our contestant in the GPT-2 124M throughput benchmark on one GPU: tokens/s, peak memory, time to the first step.
 
 The benchmark of the other trainers calls this through its `--extra`, with the task in BENCH_* variables, and reads one JSON
 line. The model is size `verse`, whose FLOPs per token are within 2 % of GPT-2's at the same shape. Any training key can be set:
@@ -53,14 +53,15 @@ class TimedEngine(TorchEngine):
 
     warmup: int
     window: int
-    first: float | None = None
+    marks: list[float]
+    first_step_seconds: float | None = None
     last_loss: float | None = None
 
     def train_step(self, step: int, batch: Any) -> dict[str, Any]:
         out = super().train_step(step, batch)
-        if self.first is None:
+        if self.first_step_seconds is None:
             torch.cuda.synchronize() if self.device.type == "cuda" else None
-            self.first = time.perf_counter() - STARTED
+            self.first_step_seconds = time.perf_counter() - STARTED
         if step + 1 >= self.warmup and (step + 1 - self.warmup) % self.window == 0:
             torch.cuda.synchronize() if self.device.type == "cuda" else None
             self.marks.append(time.perf_counter())
@@ -73,19 +74,19 @@ class TimedEngine(TorchEngine):
 
 
 def main() -> None:
-    task = {
+    options = {
         k: int(os.environ[f"BENCH_{k}"]) for k in ("BATCH", "T", "VOCAB", "LAYERS", "D", "WARMUP", "STEPS", "WINDOW")
     }
     overrides = dict(argument.split("=", 1) for argument in sys.argv[1:])
-    dims = {**SIZES["verse"], "num_layers": task["LAYERS"], "context": task["T"], "vocab_size": task["VOCAB"]}
-    if task["D"] != 768:
+    dims = {**SIZES["verse"], "num_layers": options["LAYERS"], "context": options["T"], "vocab_size": options["VOCAB"]}
+    if options["D"] != 768:
         dims |= {
-            "hidden_size": task["D"],
+            "hidden_size": options["D"],
             "head_size": 32,
-            "num_heads": task["D"] // 32,
-            "num_kv_heads": task["D"] // 32,
+            "num_heads": options["D"] // 32,
+            "num_kv_heads": options["D"] // 32,
         }
-        dims["intermediate_size"] = task["D"] * 8 // 3
+        dims["intermediate_size"] = options["D"] * 8 // 3
     shape = TransformerShape(**dims)
     settings = {k.removeprefix("training."): json.loads(v) for k, v in overrides.items() if k.startswith("training.")}
     training = Training(learning_rate=3e-4, optimizer=Optimizer(betas=(0.9, 0.95)), mixed_precision="bf16", **settings)
@@ -96,20 +97,20 @@ def main() -> None:
         device=os.environ["BENCH_DEVICE"],
         deterministic=overrides.get("deterministic") == "true",
     )
-    engine.warmup, engine.window, engine.marks = task["WARMUP"], task["WINDOW"], []
-    loader = Loader(Windows(os.environ["BENCH_TOKENS"], task["T"]), task["BATCH"], seed=0, prefetch=2)
-    progress = Progress(total=task["WARMUP"] + task["STEPS"])
-    Trainer(engine=engine, batches=loader, progress=progress, cadences=Cadences(log=task["WINDOW"])).run()
-    step = median(b - a for a, b in zip(engine.marks, engine.marks[1:], strict=False)) / task["WINDOW"]
+    engine.warmup, engine.window, engine.marks = options["WARMUP"], options["WINDOW"], []
+    loader = Loader(Windows(os.environ["BENCH_TOKENS"], options["T"]), options["BATCH"], seed=0, prefetch=2)
+    progress = Progress(total=options["WARMUP"] + options["STEPS"])
+    Trainer(engine=engine, batches=loader, progress=progress, cadences=Cadences(log=options["WINDOW"])).run()
+    step = median(b - a for a, b in zip(engine.marks, engine.marks[1:], strict=False)) / options["WINDOW"]
     print(
         json.dumps(
             {
-                "tokens_per_s": task["BATCH"] * task["T"] / step,
+                "tokens_per_s": options["BATCH"] * options["T"] / step,
                 "ms_per_step": 1e3 * step,
-                "first_step_s": engine.first,
+                "first_step_s": engine.first_step_seconds,
                 "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if engine.device.type == "cuda" else None,
                 "loss": engine.last_loss,
-                "batch": task["BATCH"],
+                "batch": options["BATCH"],
                 "flops_ratio": shape.flops_per_token() / float(os.environ["BENCH_FLOPS_PER_TOKEN"]),
             }
         )

@@ -26,7 +26,7 @@ from bottega.models.experts.config import ExpertsShape
 from bottega.models.experts.torch import Experts, FeedForward
 from bottega.models.initial import initialise
 
-BAR = 0.6
+MIN_RATIO = 0.6
 """Required fraction of the dense layer's tokens per second."""
 LENGTH = 2048
 """Tokens per row."""
@@ -35,7 +35,7 @@ LENGTH = 2048
 def build_step(
     layer: nn.Module, x: Tensor, *, called: Callable[..., Any], autocast: bool, has_routing_losses: bool
 ) -> Callable[[], None]:
-    """Return a function that runs one forward and backward, for experts with the two router losses of a run."""
+    """Return a function that runs one forward and backward; `has_routing_losses` adds the two router losses of a run."""
     upstream = torch.randn_like(x) / x.numel()
 
     def step() -> None:
@@ -43,24 +43,29 @@ def build_step(
         x.grad = None
         with torch.autocast(x.device.type, dtype=torch.bfloat16, enabled=autocast):
             result = called(x)
-        out, extra = (result[0], result[1].balance + 1e-3 * result[1].z) if has_routing_losses else (result, None)
-        outputs = [out] if extra is None else [out, extra]
-        torch.autograd.backward(outputs, [upstream.to(out.dtype), *(torch.full_like(e, 1e-6) for e in outputs[1:])])
+        out, losses = (result[0], [result[1].balance + 1e-3 * result[1].z]) if has_routing_losses else (result, [])
+        gradients = [upstream.to(out.dtype), *(torch.full_like(loss, 1e-6) for loss in losses)]
+        torch.autograd.backward([out, *losses], gradients)
 
     return step
 
 
-def try_compile(layer: nn.Module, step_of: Callable[[Callable[..., Any]], Callable[[], None]], *, enabled: bool) -> Any:
-    """Return the step with the layer compiled as one graph, or eager with a printed reason if that fails."""
+def try_compile(
+    layer: nn.Module, build: Callable[[Callable[..., Any]], Callable[[], None]], *, enabled: bool
+) -> tuple[Callable[[], None], bool]:
+    """Return the step that `build` makes of the layer, and whether the layer is compiled as one graph.
+
+    If it does not compile, the reason is printed and the step is eager.
+    """
     if enabled:
-        step = step_of(torch.compile(layer, fullgraph=True, dynamic=False))
+        step = build(torch.compile(layer, fullgraph=True, dynamic=False))
         try:
             step()
         except Exception as error:
             print(f"{type(layer).__name__} does not compile here and runs eagerly: {str(error).splitlines()[0]}")
         else:
             return step, True
-    return step_of(layer), False
+    return build(layer), False
 
 
 def time_step(step: Callable[[], None], steps: int, device: torch.device) -> float:
@@ -83,7 +88,7 @@ def compare_layers(
             "experts": Experts(shape),
             "dense": FeedForward(shape.hidden_size, shape.top_k * shape.expert_size, activation=shape.activation),
         }
-    contestants, graphs = {}, {}
+    contestants, is_compiled = {}, {}
     for name, layer in layers.items():
         layer.to_empty(device=device)
         initialise(layer, 0, residual_layers=1)
@@ -91,10 +96,10 @@ def compare_layers(
         x = torch.randn(tokens // LENGTH or 1, min(tokens, LENGTH), shape.hidden_size, device=device)
         x = x.bfloat16().requires_grad_()
 
-        def step_of(called: Callable[..., Any], layer: Any = layer, x: Tensor = x) -> Callable[[], None]:
+        def build(called: Callable[..., Any], layer: Any = layer, x: Tensor = x) -> Callable[[], None]:
             return build_step(layer, x, called=called, autocast=autocast, has_routing_losses=isinstance(layer, Experts))
 
-        contestants[name], graphs[name] = try_compile(layer, step_of, enabled=device.type == "cuda")
+        contestants[name], is_compiled[name] = try_compile(layer, build, enabled=device.type == "cuda")
     for step in contestants.values():
         time_step(step, 3, device)
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
@@ -109,7 +114,7 @@ def compare_layers(
         "num_experts": shape.num_experts,
         "tokens": tokens,
         "weights": "float32" if autocast else "bfloat16",
-        "compiled": all(graphs.values()),
+        "compiled": all(is_compiled.values()),
         "experts_ms": round(1e3 * medians["experts"], 3),
         "dense_ms": round(1e3 * medians["dense"], 3),
         "experts_tflops": round(flops / medians["experts"] / 1e12, 1),
@@ -162,7 +167,16 @@ def main() -> None:
     name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     result = {"device": name, "torch": torch.__version__, "hidden": arguments.hidden, "size": arguments.size}
     print(
-        json.dumps({**result, "top_k": arguments.top_k, "rows": rows, "worst": worst, "bar": BAR, "ok": worst >= BAR})
+        json.dumps(
+            {
+                **result,
+                "top_k": arguments.top_k,
+                "rows": rows,
+                "worst": worst,
+                "bar": MIN_RATIO,
+                "ok": worst >= MIN_RATIO,
+            }
+        )
     )
 
 

@@ -4,7 +4,7 @@ First the table of `bottega plan --memory`: a training step by micro-batch, with
 ours compared with a plain implementation (transformers with the prefixes in a cache, diffusers, AdamW), both in bf16, in
 interleaved short windows to share clock and thermal effects; medians are compared.
 
-    python benchmarks/gpu_personalize.py [--prompt 600] [--most 16] [--rounds 3] [--steps 4] [--tiny] [--out FILE]
+    python benchmarks/gpu_personalize.py [--prompt 600] [--max-micro-batch 16] [--rounds 3] [--steps 4] [--tiny] [--out FILE]
 
 Weights are random because their values do not affect speed; --tiny checks this script on a CPU.
 """
@@ -85,6 +85,7 @@ def build_language_model(sizes: dict[str, Any], device: str, *, attention: str |
 
 
 def build_image_parts(sizes: dict[str, Any], device: str) -> tuple[Any, Any, Any]:
+    """Return the U-Net, the autoencoder and the text encoder."""
     from diffusers import AutoencoderKL, UNet2DConditionModel
     from transformers import CLIPTextConfig, CLIPTextModel
 
@@ -182,12 +183,12 @@ def build_engine(sizes: dict[str, Any], device: str, *, checkpointing: bool, com
     return TorchEngine(task, training, rate=lambda step: 5e-6, device=device)
 
 
-def draw_batch(sizes: dict[str, Any], count: int, prompt: int) -> dict[str, np.ndarray]:
+def draw_batch(sizes: dict[str, Any], count: int, prompt_length: int) -> dict[str, np.ndarray]:
     rng, side = np.random.default_rng(0), sizes["image"]
     return {
         "image": rng.uniform(-1, 1, (count, side, side, 3)).astype(np.float32),
-        "prompt": rng.integers(0, sizes["vocab"], (count, prompt)),
-        "prompt_mask": np.ones((count, prompt), np.int64),
+        "prompt": rng.integers(0, sizes["vocab"], (count, prompt_length)),
+        "prompt_mask": np.ones((count, prompt_length), np.int64),
         "preference_0": rng.integers(0, TEXT_VOCAB, (count, TEXT_TOKENS)),
         "target_0": rng.integers(0, TEXT_VOCAB, (count, TEXT_TOKENS)),
     }
@@ -284,8 +285,8 @@ def compare_throughput(arguments: argparse.Namespace, sizes: dict[str, Any], dev
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompt", type=int, default=600)
-    parser.add_argument("--most", type=int, default=16)
+    parser.add_argument("--prompt", type=int, default=600, help="tokens of a prompt")
+    parser.add_argument("--max-micro-batch", type=int, default=16)
     parser.add_argument("--batch", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=4)
@@ -300,7 +301,7 @@ def main() -> None:
             engine,
             lambda size: draw_batch(sizes, size, arguments.prompt),
             batch_size=24,
-            max_micro_batch=arguments.most,
+            max_micro_batch=arguments.max_micro_batch,
             notes=[],
         )
         results["checkpointing" if checkpointing else "plain"] = report

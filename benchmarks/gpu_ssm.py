@@ -46,6 +46,8 @@ class CausalAttention(nn.Module):
 
 
 class Scan(nn.Module):
+    """A state-space layer without its final state."""
+
     def __init__(self, shape: SSMShape) -> None:
         super().__init__()
         self.mixer = StateSpace(shape)
@@ -60,12 +62,12 @@ def build_layer_step(layer: nn.Module, width: int, *, rows: int, length: int, de
     called = torch.compile(layer, fullgraph=True, dynamic=False) if compiled else layer
     generator = torch.Generator(device).manual_seed(0)
     x = torch.randn(rows, length, width, device=device, generator=generator).bfloat16().requires_grad_()
-    weight = torch.randn(rows, length, width, device=device, generator=generator).bfloat16()
+    upstream = torch.randn(rows, length, width, device=device, generator=generator).bfloat16()
 
     def step() -> Tensor:
         with torch.autocast(device, dtype=torch.bfloat16):
             y = called(x)
-        y.backward(weight)
+        y.backward(upstream)
         layer.zero_grad(set_to_none=True)
         x.grad = None
         return y

@@ -74,9 +74,9 @@ def build_settings(
     }
 
 
-def train_and_measure(name: str, budget: dict[str, Any], **how: Any) -> dict[str, Any]:
+def train_and_measure(name: str, budget: dict[str, Any], **options: Any) -> dict[str, Any]:
     start = time.monotonic()
-    run = bottega.train("language/shakespeare", build_settings(name, budget, **how), quiet=True)
+    run = bottega.train("language/shakespeare", build_settings(name, budget, **options), quiet=True)
     rows = run.history()
     speeds = [row["units_per_second"] for row in rows if row["kind"] == "train"]
     best = min((row for row in rows if row["kind"] == "eval"), key=lambda row: row["loss"])
@@ -86,7 +86,7 @@ def train_and_measure(name: str, budget: dict[str, Any], **how: Any) -> dict[str
         "seconds": time.monotonic() - start,
         **{key: best[key] for key in ("load_entropy", "load_max") if key in best},
     }
-    print(f"{name} seed {how['seed']} rate {how['rate']:g}: {metrics}", flush=True)
+    print(f"{name} seed {options['seed']} rate {options['rate']:g}: {metrics}", flush=True)
     return metrics
 
 

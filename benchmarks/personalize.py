@@ -31,8 +31,12 @@ from bottega.run.train import ensure_dependency
 from bottega.tasks import dependencies
 from bottega.tasks.recipes import load_recipe
 
-MINUTES_TRAINING, MINUTES_EVALUATION, PEOPLE = 20, 10, 40
-GAIN, LOSS, P = 2.0, 0.05, 0.01
+MAX_TRAINING_MINUTES, MAX_EVALUATION_MINUTES, MIN_NEW_PEOPLE = 20, 10, 40
+MIN_PREFERENCE_GAIN = 2.0
+"""Accuracy of preferences in the arm `both` over that in the arm `none`."""
+MAX_WISH_LOSS = 0.05
+"""Accuracy of wishes that the arm `both` may lose against the arm `none`."""
+MAX_P_VALUE = 0.01
 
 
 class Clock:
@@ -100,30 +104,34 @@ def keyword_accuracy(run: Path, split: str, result: dict[str, Any]) -> dict[str,
         count = result["counts"]["records"]
         interval = st.wilson_interval(round(accuracies["preference"] * count), count)
         metrics[name] = {"share": accuracies["preference"], "low": interval.low, "high": interval.high}
-    train_pairs = {tuple(r.truth[f] for f in fields.preference) for r in records["train"]}
-    metrics["new_people"] = sum(tuple(r.truth[f] for f in fields.preference) not in train_pairs for r in records[split])
+
+    def favourite_pair(record: Any) -> tuple[Any, ...]:
+        return tuple(record.truth[field] for field in fields.preference)
+
+    train_pairs = {favourite_pair(record) for record in records["train"]}
+    metrics["new_people"] = sum(favourite_pair(record) not in train_pairs for record in records[split])
     return metrics
 
 
-def check_bars(
+def check_criteria(
     split: str, result: dict[str, Any], keywords: dict[str, Any], clock: Clock
 ) -> list[tuple[str, str, bool]]:
     """Return (criterion, value, passed) for each acceptance criterion."""
     arms, rows = result["arms"], []
     for kind in ("", "drawn_"):
-        preference, text = f"{kind}preference_accuracy", f"{kind}wish_accuracy"
+        preference, wish = f"{kind}preference_accuracy", f"{kind}wish_accuracy"
         if preference not in arms["both"]:
             continue
         both, none, shuffled = (arms[arm][preference]["mean"] for arm in ("both", "none", "shuffled"))
         rows.append(
             (
-                f"{preference}: both at least {GAIN:g} x none",
+                f"{preference}: both at least {MIN_PREFERENCE_GAIN:g} x none",
                 f"{both:.3f} and {none:.3f}",
-                both >= GAIN * none and both > none,
+                both >= MIN_PREFERENCE_GAIN * none and both > none,
             )
         )
-        lost = arms["none"][text]["mean"] - arms["both"][text]["mean"]
-        rows.append((f"{text}: lost at most {LOSS:g}", f"{lost:+.3f}", lost <= LOSS))
+        lost = arms["none"][wish]["mean"] - arms["both"][wish]["mean"]
+        rows.append((f"{wish}: lost at most {MAX_WISH_LOSS:g}", f"{lost:+.3f}", lost <= MAX_WISH_LOSS))
         chance, low = result["chance"][preference], arms["shuffled"][preference]["low"]
         level = max(chance, none)
         rows.append(
@@ -134,10 +142,16 @@ def check_bars(
             )
         )
         (test,) = [
-            t for t in result["tests"] if (t["measure"], t["first"], t["second"]) == (preference, "none", "both")
+            row
+            for row in result["tests"]
+            if (row["measure"], row["first"], row["second"]) == (preference, "none", "both")
         ]
         rows.append(
-            (f"{preference}: p of both and none below {P:g}", f"{test['p_adjusted']:.2g}", test["p_adjusted"] < P)
+            (
+                f"{preference}: p of both and none below {MAX_P_VALUE:g}",
+                f"{test['p_adjusted']:.2g}",
+                test["p_adjusted"] < MAX_P_VALUE,
+            )
         )
     trained, untrained = keywords["learnt"], keywords["random weights"]
     text_value = (
@@ -152,10 +166,16 @@ def check_bars(
         )
     )
     rows.append(
-        (f"people with new pairs: at least {PEOPLE}", str(keywords["new_people"]), keywords["new_people"] >= PEOPLE)
+        (
+            f"people with new pairs: at least {MIN_NEW_PEOPLE}",
+            str(keywords["new_people"]),
+            keywords["new_people"] >= MIN_NEW_PEOPLE,
+        )
     )
     minutes = clock.seconds[f"evaluate {split}"] / 60
-    rows.append((f"evaluation within {MINUTES_EVALUATION} minutes", f"{minutes:.1f}", minutes <= MINUTES_EVALUATION))
+    rows.append(
+        (f"evaluation within {MAX_EVALUATION_MINUTES} minutes", f"{minutes:.1f}", minutes <= MAX_EVALUATION_MINUTES)
+    )
     return [(f"{split}: {name}", value, passed) for name, value, passed in rows]
 
 
@@ -169,12 +189,12 @@ def main() -> int:
     training = [name for name in clock.seconds if not name.startswith("evaluate")]
     minutes = sum(clock.seconds[name] for name in training) / 60
     results: dict[str, Any] = {"seconds": clock.seconds}
-    checks = [(f"all parts within {MINUTES_TRAINING} minutes", f"{minutes:.1f}", minutes <= MINUTES_TRAINING)]
+    checks = [(f"all parts within {MAX_TRAINING_MINUTES} minutes", f"{minutes:.1f}", minutes <= MAX_TRAINING_MINUTES)]
     for split in ("validation", "test"):
         result = evaluate_split(run, split, clock)
         keyword_metrics = keyword_accuracy(run, split, result)
         print(f"\n{split}\n{format_report(result)}\n")
-        checks += check_bars(split, result, keyword_metrics, clock)
+        checks += check_criteria(split, result, keyword_metrics, clock)
         means = {arm: {name: v["mean"] for name, v in values.items()} for arm, values in result["arms"].items()}
         results[split] = {"arms": means, "keywords": keyword_metrics}
     print("\n".join(f"{name:<16}{seconds:>8.0f} s" for name, seconds in clock.seconds.items()))

@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import random
+import subprocess
 import sys
 import tempfile
 import time
@@ -22,17 +23,18 @@ import psutil
 from bottega.data.formats.embedded import list_standard_library
 
 
-def write_text(path: Path, size: float) -> None:
+def write_text(path: Path, num_bytes: float) -> None:
     lines = [line for file in list_standard_library().files for line in file.read_text(encoding="utf-8").splitlines()]
     shuffle = random.Random(0)
     written = 0
     with path.open("w", encoding="utf-8") as out:
-        while written < size:
+        while written < num_bytes:
             shuffle.shuffle(lines)
             written += out.write("\n".join(lines) + "\n")
 
 
-def private_memory(process: psutil.Process) -> int:
+def measure_private_bytes(process: psutil.Process) -> int:
+    """Return the memory of a process and its descendants that no other process shares."""
     total = 0
     for member in (process, *process.children(recursive=True)):
         try:
@@ -45,16 +47,16 @@ def private_memory(process: psutil.Process) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gb", type=float, default=2.0)
-    size = parser.parse_args().gb * 1e9
+    num_bytes = parser.parse_args().gb * 1e9
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "big.txt")
-        write_text(path, size)
+        write_text(path, num_bytes)
         command = [sys.executable, "-m", "bottega", "prepare", "language", "--data", str(path), "--json"]
         start, peak = time.monotonic(), 0
-        process = psutil.Popen(command, env={**os.environ, "XDG_CACHE_HOME": folder}, stdout=-3)
+        process = psutil.Popen(command, env={**os.environ, "XDG_CACHE_HOME": folder}, stdout=subprocess.DEVNULL)
         while process.poll() is None:
             try:
-                peak = max(peak, private_memory(process))
+                peak = max(peak, measure_private_bytes(process))
             except psutil.Error:
                 break
             time.sleep(0.05)

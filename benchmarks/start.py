@@ -20,7 +20,7 @@ COMMANDS = {
 }
 
 
-def processor_seconds(arguments: list[str]) -> float:
+def cpu_seconds(arguments: list[str]) -> float:
     """Return the CPU seconds of a child process, which other work on the machine does not affect."""
     child = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(child.pid, 0)
@@ -33,6 +33,6 @@ if __name__ == "__main__":
     measured: dict[str, list[float]] = {name: [] for name in COMMANDS}
     for _ in range(ROUNDS):
         for name, arguments in COMMANDS.items():
-            measured[name].append(processor_seconds(arguments))
+            measured[name].append(cpu_seconds(arguments))
     for name, seconds in measured.items():
         print(f"{name:<28}{statistics.median(seconds):6.2f} s")

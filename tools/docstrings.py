@@ -33,10 +33,10 @@ MAX_CHARACTERS = 600
 """Longer texts are cut at a word. The longest have 4,000 characters, and their subject is stated at the beginning."""
 MAX_PER_PACKAGE = 400
 """tkinter and idlelib have twice as many docstrings as any other package."""
-SIMILAR = 0.5
+MIN_SIMILARITY = 0.5
 """Fraction of shared 5-word shingles above which two docstrings are duplicates."""
-HIDDEN = "_"
-NAMES = re.compile(rf"\w*(?:{'|'.join(PACKAGES)})\w*", re.IGNORECASE)
+REPLACEMENT = "_"
+PACKAGE_NAMES = re.compile(rf"\w*(?:{'|'.join(PACKAGES)})\w*", re.IGNORECASE)
 
 
 class Doc(NamedTuple):
@@ -52,46 +52,46 @@ def iter_docs(root: Path, package: str) -> Iterator[Doc]:
         if {"test", "tests", "idle_test"} & set(file.parts):
             continue
         for node in ast.parse(file.read_text(encoding="utf-8")).body:
-            for text in _texts(node):
+            for text in _iter_docstrings(node):
                 if len(text.split()) >= MIN_WORDS:
                     yield Doc(hide_package_names(text), package, f"{module}.{getattr(node, 'name', '')}")
 
 
 def hide_package_names(text: str) -> str:
-    """Replace the names of all packages, also within other words: each would reveal a label."""
-    text = NAMES.sub(HIDDEN, inspect.cleandoc(text))
+    """Replace each word that contains the name of a package, which would reveal the label; cut long texts."""
+    text = PACKAGE_NAMES.sub(REPLACEMENT, inspect.cleandoc(text))
     if len(text) > MAX_CHARACTERS:
         text = text[:MAX_CHARACTERS].rsplit(maxsplit=1)[0]
     return text
 
 
-def _texts(node: ast.AST) -> Iterator[str]:
+def _iter_docstrings(node: ast.AST) -> Iterator[str]:
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         text = ast.get_docstring(node)
         if text is not None:
             yield text
         for inner in node.body:
-            yield from _texts(inner)
+            yield from _iter_docstrings(inner)
 
 
 def select_docs(root: Path) -> list[Doc]:
-    """Return deduplicated docstrings, at most MAX_PER_PACKAGE of each package, in the order of a hash."""
-    entries = [doc for package in PACKAGES for doc in iter_docs(root, package)]
-    entries = [doc for doc, is_unique in zip(entries, find_exact_unique(_keys(entries)), strict=True) if is_unique]
-    signatures = np.stack([minhash_signature(doc.text) for doc in entries])
-    entries = [doc for doc, is_unique in zip(entries, find_near_unique(signatures, SIMILAR), strict=True) if is_unique]
-    entries.sort(key=lambda doc: hashlib.sha256(doc.text.encode()).digest())
-    return [doc for package in PACKAGES for doc in [doc for doc in entries if doc.label == package][:MAX_PER_PACKAGE]]
+    """Return deduplicated docstrings: of each package the first MAX_PER_PACKAGE in the order of their hashes."""
+    docs = [doc for package in PACKAGES for doc in iter_docs(root, package)]
+    docs = [doc for doc, is_unique in zip(docs, find_exact_unique(_hash_texts(docs)), strict=True) if is_unique]
+    signatures = np.stack([minhash_signature(doc.text) for doc in docs])
+    docs = [doc for doc, is_unique in zip(docs, find_near_unique(signatures, MIN_SIMILARITY), strict=True) if is_unique]
+    docs.sort(key=lambda doc: hashlib.sha256(doc.text.encode()).digest())
+    return [doc for package in PACKAGES for doc in [doc for doc in docs if doc.label == package][:MAX_PER_PACKAGE]]
 
 
-def _keys(entries: list[Doc]) -> np.ndarray:
-    return np.array([hash_content(doc.text) for doc in entries], np.uint64)
+def _hash_texts(docs: list[Doc]) -> np.ndarray:
+    return np.array([hash_content(doc.text) for doc in docs], np.uint64)
 
 
 def main() -> None:
-    rows = select_docs(Path(sysconfig.get_paths()["stdlib"]))
-    rows.sort(key=lambda doc: hashlib.sha256(doc.text.encode()).digest())
-    lines = "".join(json.dumps(doc._asdict(), ensure_ascii=False) + "\n" for doc in rows)
+    docs = select_docs(Path(sysconfig.get_paths()["stdlib"]))
+    docs.sort(key=lambda doc: hashlib.sha256(doc.text.encode()).digest())
+    lines = "".join(json.dumps(doc._asdict(), ensure_ascii=False) + "\n" for doc in docs)
     # No file name and no time in the header, so that equal lines give equal bytes.
     Path(sys.argv[1]).write_bytes(gzip.compress(lines.encode(), 9, mtime=0))
 

@@ -76,15 +76,16 @@ def fingerprint_tree(tree: Path, names: list[str]) -> dict[str, Any]:
 
 
 def compare(before: dict[str, Any], after: dict[str, Any]) -> int:
-    differ = 0
+    """Print the hashes that differ, by recipe; return the exit code."""
+    num_different = 0
     for name in sorted(before.keys() | after.keys()):
-        a, b = before.get(name, {}), after.get(name, {})
-        parts = sorted(part for part in a.keys() | b.keys() if a.get(part) != b.get(part))
-        if parts:
-            differ += 1
-            print(f"{name}: {', '.join(parts)}")
-    print(f"{len(before.keys() | after.keys())} recipes, {differ} differ")
-    return 1 if differ else 0
+        old, new = before.get(name, {}), after.get(name, {})
+        changed = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+        if changed:
+            num_different += 1
+            print(f"{name}: {', '.join(changed)}")
+    print(f"{len(before.keys() | after.keys())} recipes, {num_different} differ")
+    return 1 if num_different else 0
 
 
 def iter_fingerprints(names: list[str]) -> Iterator[tuple[str, dict[str, str]]]:
@@ -102,8 +103,8 @@ def iter_fingerprints(names: list[str]) -> Iterator[tuple[str, dict[str, str]]]:
         os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
         data = small_recipes.write_data(folder)
         for name in names or [*list_recipes(), *WITH_TECHNIQUES]:
-            recipe, more = WITH_TECHNIQUES.get(name, (name, {}))
-            settings = {**small_recipes.settings(recipe, data, folder / "runs"), **more, "name": "run"}
+            recipe, technique_settings = WITH_TECHNIQUES.get(name, (name, {}))
+            settings = {**small_recipes.settings(recipe, data, folder / "runs"), **technique_settings, "name": "run"}
             hashes = train_in_child(recipe, settings, folder)
             print(f"{name}: {hashes.get('error', 'done')}", file=sys.stderr, flush=True)
             yield name, hashes

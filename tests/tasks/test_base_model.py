@@ -172,7 +172,7 @@ def test_trainable_parameters_are_equal_in_log_and_model_card(home: Path) -> Non
     assert re.findall(r"[\d,]+ parameters", card) == [f"{counts[2]} parameters"]
     assert f"- data: path `{home.parent / 'other.txt'}`\n" in card
     assert "null" not in card
-    frozen = fine_tune(home, technique=None, name="held", **{"training.freeze": ["model.embed_tokens"]})
+    frozen = fine_tune(home, technique=None, name="frozen", **{"training.freeze": ["model.embed_tokens"]})
     num_trainable = sum(size for name, size in sizes.items() if "lora_" not in name and "embed" not in name)
     assert f" {num_trainable:,} of " in (frozen / "log.txt").read_text()
 

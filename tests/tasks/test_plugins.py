@@ -107,9 +107,9 @@ def test_a_run_records_its_plugin_and_requires_it(project: Path) -> None:
     assert "has changed" not in again.stderr
     (project / "regression.py").write_text((project / "regression.py").read_text() + "\n# edited\n")
     for steps in (16, 20):  # also after it was resumed once
-        more = train(project, "name=a", f"training.max_steps={steps}")
-        assert more.returncode == 0
-        assert "the plugin regression has changed since this run began" in more.stderr + more.stdout
+        resumed = train(project, "name=a", f"training.max_steps={steps}")
+        assert resumed.returncode == 0
+        assert "the plugin regression has changed since this run began" in resumed.stderr + resumed.stdout
     evaluated = run_bottega(["evaluate", "runs/a", *FLAG], cwd=project)
     assert evaluated.returncode == 0
     assert "has changed since this run began" in evaluated.stderr
@@ -163,9 +163,9 @@ def test_a_dependency_is_trained_with_the_plugin(project: Path) -> None:
     """Under a launcher a dependency is trained in its own process, which must be given the plugin."""
     plugin = project / "regression.py"
     key = '    hidden_size: plugin.Positive = Field(64, description="width of the hidden layers")\n'
-    more = '    start: str | None = Field(None, description="a run to compare with")\n'
+    added_key = '    start: str | None = Field(None, description="a run to compare with")\n'
     assert key in plugin.read_text()
-    plugin.write_text(plugin.read_text().replace(key, key + more))
+    plugin.write_text(plugin.read_text().replace(key, key + added_key))
     (project / "built.yaml").write_text(
         "extends: houses.yaml\nneeds: {base: {recipe: houses.yaml, settings: {training.max_steps: 3}}}\n"
         "model: {start: needs.base}\n"
@@ -241,7 +241,7 @@ def test_an_error_in_a_plugin_names_its_line(project: Path) -> None:
     plugin.write_text(
         plugin.read_text().replace("(squares * counted).sum(), 1.0", "squares * counted, 1.0").replace("eror", "error")
     )
-    assert "the plugin regression, or a bug in bottega" in train(project).stderr
+    assert "an error in the plugin regression or in bottega" in train(project).stderr
 
 
 def test_invalid_samples_to_predict_are_refused(project: Path) -> None:

@@ -52,26 +52,26 @@ def _exports_adapter_only(run: Path) -> bool:
         return False
 
 
-def find_base_folder(recipe: Recipe, *, processor: Path | None = None) -> Path | None:
+def find_base_folder(recipe: Recipe, *, processor_folder: Path | None = None) -> Path | None:
     """Return the folder of the weights that the model is built on, or None if it needs none.
 
-    `processor` is the processor folder of a finished run. Such a run has all its weights and needs
+    `processor_folder` holds the saved processor of a finished run. Such a run has all its weights and needs
     no base, unless it saved injected layers only; its base may then have moved beside the run.
     """
     name: str | None = recipe.model.from_  # type: ignore[attr-defined]
-    if name is None or (processor is not None and find_injection(recipe) is None):
+    if name is None or (processor_folder is not None and find_injection(recipe) is None):
         return None
-    if processor is None:
+    if processor_folder is None:
         return resolve_base_folder(dependencies.resolve_reference(recipe, name), is_local=_refers_to_run(recipe, name))
-    return _locate_base_model(recipe, name, processor)[1]
+    return _locate_base_model(recipe, name, processor_folder)[1]
 
 
-def relocate_base_model(recipe: Recipe, processor: Path) -> Recipe:
+def relocate_base_model(recipe: Recipe, processor_folder: Path) -> Recipe:
     """Return the recipe of a resumed run with the current path of its base model."""
     name: str | None = getattr(recipe.model, "from_", None)
     if name is None:
         return recipe
-    path, _ = _locate_base_model(recipe, name, processor)
+    path, _ = _locate_base_model(recipe, name, processor_folder)
     return recipe.model_copy(update={"model": recipe.model.model_copy(update={"from_": path})})
 
 
@@ -82,10 +82,10 @@ def find_local_base_folder(recipe: Recipe) -> str | None:
     return str(folder.absolute()) if folder is not None and folder.is_dir() else None
 
 
-def _locate_base_model(recipe: Recipe, name: str, processor: Path) -> tuple[str, Path]:
+def _locate_base_model(recipe: Recipe, name: str, processor_folder: Path) -> tuple[str, Path]:
     """Return (reference, folder) of a run's base model: at its path, beside the run, or at its recorded path."""
-    runs = processor.absolute().parent.parent
-    recorded = _read_recorded_folder(processor)
+    runs = processor_folder.absolute().parent.parent
+    recorded = _read_recorded_folder(processor_folder)
     is_local = recorded is not None or _refers_to_run(recipe, name)
     candidates = [
         dependencies.resolve_reference(recipe, name),
@@ -113,22 +113,24 @@ def _refers_to_run(recipe: Recipe, name: str) -> bool:
     )
 
 
-def _read_recorded_folder(processor: Path) -> str | None:
+def _read_recorded_folder(processor_folder: Path) -> str | None:
     try:
-        folder: Any = json.loads(RunDirectory(processor.parent).environment.read_bytes())[BASE_FOLDER]
+        folder: Any = json.loads(RunDirectory(processor_folder.parent).environment.read_bytes())[BASE_FOLDER]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return folder if isinstance(folder, str) else None
 
 
-def resolve_tokenizer_spec(recipe: LanguageRecipe | ClassifyRecipe, *, processor: Path | None = None) -> TokenizerSpec:
+def resolve_tokenizer_spec(
+    recipe: LanguageRecipe | ClassifyRecipe, *, processor_folder: Path | None = None
+) -> TokenizerSpec:
     """Return the tokenizer of a text recipe: that of its base model if it has one.
 
-    `processor` is the processor folder of a finished run, which holds a copy of a pretrained tokenizer.
+    `processor_folder` holds the saved processor of a finished run, and in it a copy of a pretrained tokenizer.
     """
     tokenizer = recipe.data.tokenizer
-    if processor is not None and (recipe.model.from_ is not None or tokenizer.kind == "pretrained"):
-        return TokenizerSpec(kind="pretrained", path=str(processor))
+    if processor_folder is not None and (recipe.model.from_ is not None or tokenizer.kind == "pretrained"):
+        return TokenizerSpec(kind="pretrained", path=str(processor_folder))
     if recipe.model.from_ is not None and tokenizer.kind != "pretrained":
         # Pretrained weights fit one vocabulary only; a parent recipe may name another.
         return TokenizerSpec(kind="pretrained", path=str(find_base_folder(recipe)))

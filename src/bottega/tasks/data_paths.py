@@ -25,7 +25,7 @@ class DataMissing(DataError):
 
 
 def read_start_folders(path: Path) -> tuple[Path, ...]:
-    """Return the folders in which a run may have been started, most likely first; `start` lies inside its run directory."""
+    """Return the folders in which a run may have been started, most likely first; `path` is the run directory or lies inside it."""
     run = next((folder for folder in (path, *path.parents) if (folder / "environment.json").is_file()), None)
     if run is None:
         return ()

@@ -41,26 +41,29 @@ def build_dependency_recipe(recipe: Recipe, name: str) -> Recipe:
 
     Defaults are inherited as well: the recipe.yaml of a run states all of them, and must give the same dependency.
     """
-    need = recipe.needs[name]
-    assert need.recipe is not None, "a finished run has no recipe to resolve"
-    own_settings = apply_aliases(flatten_layer(need.settings, file="settings", lines={})).entries
+    dependency = recipe.needs[name]
+    assert dependency.recipe is not None, "a finished run has no recipe to resolve"
+    flat_settings = apply_aliases(flatten_layer(dependency.settings, file="settings", lines={})).entries
     for key in RESERVED_KEYS:
-        if key in own_settings:
+        if key in flat_settings:
             raise UsageError(f"needs.{name}.settings: {key} cannot be set: it is derived from the settings; remove it")
-    settings: dict[str, Any] = {
+    fixed_settings: dict[str, Any] = {
         "output_dir": str(get_dependencies_folder(Path(recipe.output_dir))),
         "device": recipe.device,
+        "name": None,
     }
     try:
-        schema = type(check_recipe([need.recipe, need.settings], check_conflicts=False).recipe.data)
+        schema = type(check_recipe([dependency.recipe, dependency.settings], check_conflicts=False).recipe.data)
         data = recipe.data.model_dump(mode="json", by_alias=True, exclude=set(OWN_DATA_KEYS))
         inherited = {
-            k: v for k, v in data.items() if k in schema.model_fields and (v is not None or k in INHERITED_NULLS)
+            key: value
+            for key, value in data.items()
+            if key in schema.model_fields and (value is not None or key in INHERITED_NULLS)
         }
         if "sources" in inherited:
             inherited.pop("train", None)
-        shared = {"data": inherited} if not need.own_data else {}
-        return load_recipe([need.recipe, shared, need.settings, {**settings, "name": None}]).recipe
+        shared = {"data": inherited} if not dependency.own_data else {}
+        return load_recipe([dependency.recipe, shared, dependency.settings, fixed_settings]).recipe
     except UsageError as error:
         raise UsageError(f"needs.{name}: {error}") from None
 
@@ -82,22 +85,22 @@ def check_dependencies(recipe: Recipe, chain: tuple[str, ...] = ()) -> None:
     for name in sorted({*recipe.needs, *referenced}):
         if _get_dependency(recipe, name).recipe is None:
             continue
-        dependency = build_dependency_recipe(recipe, name)
+        dependency_recipe = build_dependency_recipe(recipe, name)
         if name in referenced:
-            extended_chain = (*chain, dependency.run_name())
+            extended_chain = (*chain, dependency_recipe.run_name())
             if extended_chain[-1] in chain:
                 raise UsageError(f"needs.{name}: the dependencies form a cycle: {' -> '.join(extended_chain)}")
-            check_dependencies(dependency, extended_chain)
+            check_dependencies(dependency_recipe, extended_chain)
 
 
 def find_dependency_run(recipe: Recipe, name: str, *, runs_folder: Path | None = None) -> Path:
     """Return the run directory of a dependency; `runs_folder` holds this run, if it has moved."""
-    need = _get_dependency(recipe, name)
-    if need.run is not None:
-        return Path(need.run).expanduser()
-    dependency = build_dependency_recipe(recipe, name)
-    runs = Path(dependency.output_dir) if runs_folder is None else get_dependencies_folder(runs_folder)
-    return runs / dependency.run_name()
+    dependency = _get_dependency(recipe, name)
+    if dependency.run is not None:
+        return Path(dependency.run).expanduser()
+    dependency_recipe = build_dependency_recipe(recipe, name)
+    runs = Path(dependency_recipe.output_dir) if runs_folder is None else get_dependencies_folder(runs_folder)
+    return runs / dependency_recipe.run_name()
 
 
 def resolve_reference(recipe: Recipe, value: str, *, runs_folder: Path | None = None) -> str:
@@ -145,11 +148,11 @@ def untrained_error(recipe: Recipe, key: str, value: str, run: Path) -> UsageErr
 
 
 def _get_dependency(recipe: Recipe, name: str) -> Dependency:
-    need = recipe.needs.get(name)
-    if need is None:
+    dependency = recipe.needs.get(name)
+    if dependency is None:
         defined = ", ".join(recipe.needs) or "none"
         raise UsageError(f"needs.{name} is not defined; the recipe's needs are: {defined}")
-    return need
+    return dependency
 
 
 def _iterate_strings(section: Section) -> Iterator[str]:

@@ -39,7 +39,7 @@ class DataRequest:
     config: str | None = None
     """A recipe file whose data section is used."""
     settings: Sequence[tuple[str, str, str]] = ()
-    """Keys of the data section, such as data.train.field."""
+    """(key, value, origin) of each key of the data section that is set, such as data.train.field."""
     split: str | None = None
 
     @property
@@ -104,7 +104,10 @@ def choose_data(workload: Workload, recipe: Recipe, request: DataRequest) -> Eva
 
 
 def _use_held_out(workload: Workload, external: ExternalData, shared: str, split: str) -> EvaluationData:
-    """Return the run's own held-out split in place of its training data."""
+    """Return the run's own held-out split in place of its training data.
+
+    `shared` is what `_find_shared_files` returned: "all", or one file of `external` that is training data.
+    """
     if shared != "all":
         raise UsageError(
             f"--data {external.path}: {shared} is training data of this run; give other files, or remove "
@@ -157,13 +160,14 @@ def _is_data_key(key: str) -> bool:
     return all(full_key.startswith("data.") for full_key in resolve_alias(key, 0))
 
 
-def _open_held_out(data: Data, part: HeldOut, name: str) -> ExternalData:
-    if isinstance(part.split, float) or (part.path is None and part.kind == "auto" and part.split is None):
-        return ExternalData(data.train, table=name, held_out=part, split=data.split)
-    options = {key: getattr(part, key) for key in part.model_fields_set}
-    if part.path is None and part.kind == "auto":  # another split of the training source
+def _open_held_out(data: Data, held_out: HeldOut, name: str) -> ExternalData:
+    has_own_path = held_out.path is not None or held_out.kind != "auto"
+    if isinstance(held_out.split, float) or (not has_own_path and held_out.split is None):
+        return ExternalData(data.train, table=name, held_out=held_out, split=data.split)
+    options = {key: getattr(held_out, key) for key in held_out.model_fields_set}
+    if not has_own_path:  # another split of the training source
         return ExternalData(_build_source({**_explicit_options(data.train), **options}))
-    inherited = {k: v for k, v in _explicit_options(data.train).items() if k in INHERITED_KEYS}
+    inherited = {key: value for key, value in _explicit_options(data.train).items() if key in INHERITED_KEYS}
     return ExternalData(_build_source({**inherited, **options}))
 
 
@@ -178,7 +182,7 @@ def _build_source(values: Mapping[str, Any]) -> SourceOptions:
 def _select_split(
     external: ExternalData, split: str | None, *, requested_split: str | None
 ) -> tuple[ExternalData, str | None]:
-    """Return the data and its split: that requested, if `external` is a folder with several splits or prepared tables."""
+    """Return the data and its split: the requested one if `external` is a folder of prepared tables or of several splits."""
     source = external.source
     if source.path is None or "://" in source.path or source.kind not in ("auto", "shards"):
         return external, split
@@ -203,7 +207,7 @@ def _read_task_name(folder: Path) -> str:
 
 
 def _find_shared_files(external: ExternalData, own_data: TaskData) -> tuple[str | None, list[str]]:
-    """Return "all" if `external` is the training data of the run, else the first shared file or None; with notes."""
+    """Return (files, notes): "all" if `external` is the training data of the run, else the first shared file or None."""
     if not isinstance(own_data, TableData):
         return None, []
     folder = Path(external.path).expanduser()

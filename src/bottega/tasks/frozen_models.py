@@ -78,7 +78,10 @@ class FrozenModelMissing(CheckpointError):
 def check_same_model(
     kind: str, *, current_hash: str | None, recorded_hash: str | None, name: str, recorded: str
 ) -> None:
-    """Raise CheckpointError if a resumed run would use another frozen model than it started with."""
+    """Raise CheckpointError if a resumed run would use another frozen model than it started with.
+
+    In the message, `name` stands for the model that the run would use now, and `recorded` for the one it started with.
+    """
     if current_hash != recorded_hash:
         raise CheckpointError(
             f"{name} is not the {kind} that this run started with ({recorded}); restore it, or start over with --fresh"

@@ -82,13 +82,13 @@ class MediaTables:
 
     def read_unlabelled_rows(self, external: ExternalData) -> Any:
         """Return the rows of other data whatever their labels; a bad record is an error."""
-        form = {**self.get_data_options(), "condition_field": None, "bad_records": "stop"}
+        options = {**self.get_data_options(), "condition_field": None, "bad_records": "stop"}
         section = external.replace_in(self.recipe.data)
         # The field of the training labels need not be there.
         train = section.train.model_copy(update={"label": None, "labels": None, "pattern": None})
         if find_files(train).is_media:  # a file is the medium itself, and has no field of that name
             train = train.model_copy(update={"field": None})
-        data = section.model_copy(update={**form, "train": train})
+        data = section.model_copy(update={**options, "train": train})
         recipe = self.recipe.model_copy(update={"model": Model(), "data": data})
         return self._open_rows(recipe, prepare_quietly(recipe), external.table, Classes(()), is_training=False)
 
@@ -97,7 +97,7 @@ class MediaTables:
         if self.mel is not None:
             return {"sample_rate": self.mel.mel.sample_rate}
         height, width, channels = self.frame
-        # A recipe has one number for both sides; other data must have unequal sides already, which `_read_rows` checks.
+        # A recipe has one number for both sides; other data must have unequal sides already, which `_open_rows` checks.
         return {"channels": channels, "image_size": height if height == width else None}
 
     def _open_rows(self, recipe: Any, prepared: PreparedData, name: str, classes: Classes, *, is_training: bool) -> Any:

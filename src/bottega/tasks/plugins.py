@@ -79,7 +79,7 @@ def build_plugin_flags() -> list[str]:
 
 
 def quote_plugin_flags() -> str:
-    """Return the same flags quoted for a shell, for commands shown to the user."""
+    """Return the flags of `build_plugin_flags` quoted for a shell, for commands shown to the user."""
     return "".join(f" {word}" for word in map(shlex.quote, build_plugin_flags()))
 
 
@@ -127,18 +127,18 @@ def build_plugin_record(recipe: Recipe, run: Path, *, has_begun: bool) -> dict[s
 def describe_plugin_error(error: BaseException) -> str | None:
     """Return a message that locates an error in a plugin; None if no plugin file is loaded."""
     files = {plugin.path: plugin.name for plugin in _LOADED.values() if plugin.path is not None}
-    frame, trace = None, error.__traceback__
+    location, trace = None, error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
         if code.co_filename in files:
-            frame = f"{Path(code.co_filename).name}, line {trace.tb_lineno}, in {code.co_name}"
+            location = f"{Path(code.co_filename).name}, line {trace.tb_lineno}, in {code.co_name}"
         trace = trace.tb_next
     text = " ".join(str(error).split())
-    if frame is not None:
-        return f"plugin {frame}: {type(error).__name__}: {text} (--debug shows more)"
+    if location is not None:
+        return f"plugin {location}: {type(error).__name__}: {text} (--debug shows more)"
     if files:
         names = ", ".join(files.values())
-        return f"the plugin {names}, or a bug in bottega: {type(error).__name__}: {text} (--debug shows where)"
+        return f"an error in the plugin {names} or in bottega: {type(error).__name__}: {text} (--debug shows where)"
     return None
 
 

@@ -16,7 +16,7 @@ from bottega.data.records.record import BadRecord, Record
 
 @dataclass(frozen=True)
 class NewSamples:
-    """Unlabelled samples: words of the command line, a path, or lines of standard input."""
+    """Unlabelled samples: arguments of the command line, the path of `--data`, or lines of standard input."""
 
     inputs: Sequence[str] = ()
     data: str | None = None
@@ -24,7 +24,7 @@ class NewSamples:
 
     @property
     def paths(self) -> list[str]:
-        """All words and the path, for a task that reads files."""
+        """`inputs` and `data` together, for a task whose samples are files."""
         return [*self.inputs, *([self.data] if self.data is not None else [])]
 
 

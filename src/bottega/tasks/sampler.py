@@ -1,4 +1,4 @@
-"""Samplers: samples drawn while training, and on request of `bottega generate`."""
+"""Samplers: samples drawn while training, and those that `bottega generate` requests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bottega.tasks.registry import refusal_error
 
 
 class Sampler(ABC):
-    """Draws samples while trainingand, if the task is generative, on request."""
+    """Draws samples while training and, if the task is generative, on request."""
 
     recipe: Any
     requests: tuple[str, ...] = ()

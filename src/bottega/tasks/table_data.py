@@ -132,9 +132,9 @@ class TableData(TaskData):
         data, tables = self.recipe.data, self.prepared.training_tables
         # Shards that were prepared elsewhere may hold several sources; they then have equal weights.
         options = data.sources if data.sources is not None else (data.train,) * len(tables)
-        parts = [(self.table(table, is_training=True), source) for table, source in zip(tables, options, strict=True)]
+        sources = [(self.table(table, is_training=True), source) for table, source in zip(tables, options, strict=True)]
         replay = self.table("replay", is_training=True) if "replay" in self.prepared.tables else None
-        return combine.combine_sources(parts, data, seed=self.recipe.seed, replay=replay)
+        return combine.combine_sources(sources, data, seed=self.recipe.seed, replay=replay)
 
     def validation(self) -> Source | None:
         return self._read_held_out("validation")
@@ -155,9 +155,12 @@ class TableData(TaskData):
         return self.limit(name, self.table(name, is_training=False))
 
     def limit(self, name: str, samples: Source) -> Source:
-        """Return as many samples of a held-out table as the recipe evaluates; if data.mixture is sequence, that many of each source."""
-        rows = self.prepared.metadata.get("by_source", {}).get(name)
-        if rows is not None:
-            samples = Interleaved(samples, rows, name=name)
+        """Return the first samples of the held-out table `name`, as many as its `limit` in the recipe.
+
+        If data.mixture is sequence, the sources are interleaved first, so that each has its share of these samples.
+        """
+        rows_per_source = self.prepared.metadata.get("by_source", {}).get(name)
+        if rows_per_source is not None:
+            samples = Interleaved(samples, rows_per_source, name=name)
         options = getattr(self.recipe.data, name) if name in ("validation", "test") else None
         return samples if options is None or options.limit is None else Take(samples, options.limit)

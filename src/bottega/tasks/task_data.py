@@ -65,4 +65,4 @@ class TaskData(ABC):
 
     @abstractmethod
     def read_external(self, external: ExternalData) -> Source:
-        """Return samples of other data than the run's own, processed as the run's own."""
+        """Return the samples of data other than the run's own, processed in the same way as the run's own."""

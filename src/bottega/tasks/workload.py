@@ -81,7 +81,10 @@ class Workload(ABC):
 
 
 def choose_headline_metrics(recipe: Any, *names: str) -> tuple[str, ...]:
-    """Return `names`, the metric that selects the best checkpoint, and in a sequence that metric of each source."""
+    """Return `names` and the metrics that select the best checkpoint and stop early, without duplicates.
+
+    If data.mixture is sequence, the selecting metric of each source and the metrics of continual learning follow.
+    """
     metric, early_stopping = recipe.evaluation.metric, recipe.training.early_stopping
     metrics = [*names, metric, *([early_stopping.metric] if early_stopping is not None else [])]
     if recipe.data.mixture == "sequence":

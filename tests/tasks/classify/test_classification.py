@@ -34,9 +34,9 @@ LOSSES: dict[str, dict[str, Any]] = {
     "focal": {"objective": "focal", "gamma": 2.0},
     "weights": {"class_weights": WEIGHTS},
     "weights, focal, smooth": {"class_weights": WEIGHTS, "objective": "focal", "label_smoothing": 0.1},
-    "words": {"word_dropout": 0.3, "unknown": UNKNOWN},
-    "several": {"multi_label": True},
-    "several, weights, focal": {"multi_label": True, "class_weights": WEIGHTS, "objective": "focal"},
+    "word dropout": {"word_dropout": 0.3, "unknown": UNKNOWN},
+    "multi_label": {"multi_label": True},
+    "multi_label, weights, focal": {"multi_label": True, "class_weights": WEIGHTS, "objective": "focal"},
     "encoder": {"shape": ENCODER, "class_weights": WEIGHTS},
 }
 
@@ -115,13 +115,13 @@ def compute_logits(models: dict[str, Any], batch: dict[str, np.ndarray]) -> torc
 
 def test_weighted_means_match_torch() -> None:
     batch, models = host_batch(), build_models(task(), 0)
-    labels, several = torch.from_numpy(batch["label"]).long(), torch.from_numpy(batch["labels"])
+    labels, binary_labels = torch.from_numpy(batch["label"]).long(), torch.from_numpy(batch["labels"])
     logits, weights = compute_logits(models, batch), torch.tensor(WEIGHTS)
     expected = F.cross_entropy(logits, labels, weight=weights).item()
     assert mean_loss(task(class_weights=WEIGHTS), models, batch) == pytest.approx(expected, rel=1e-6)
-    expected = F.binary_cross_entropy_with_logits(logits, several).item()
+    expected = F.binary_cross_entropy_with_logits(logits, binary_labels).item()
     assert mean_loss(task(multi_label=True), models, batch) == pytest.approx(expected, rel=1e-6)
-    elements = F.binary_cross_entropy_with_logits(logits, several, weight=weights.expand(6, 3), reduction="sum")
+    elements = F.binary_cross_entropy_with_logits(logits, binary_labels, weight=weights.expand(6, 3), reduction="sum")
     loss = mean_loss(task(multi_label=True, class_weights=WEIGHTS), models, batch)
     assert loss == pytest.approx(elements.item() / (6 * sum(WEIGHTS)), rel=1e-6)
 
@@ -139,21 +139,23 @@ def test_focal_loss_matches_its_formula_and_gamma_zero_is_cross_entropy() -> Non
     probability = compute_logits(models, batch).softmax(1)[torch.arange(6), torch.from_numpy(batch["label"]).long()]
     expected = (-((1 - probability) ** 1.5) * probability.log()).mean().item()
     assert mean_loss(task(objective="focal", gamma=1.5), models, batch) == pytest.approx(expected, rel=1e-5)
-    yes = compute_logits(models, batch).sigmoid()
-    probability = torch.where(torch.from_numpy(batch["labels"]) > 0, yes, 1 - yes)
+    positive = compute_logits(models, batch).sigmoid()
+    probability = torch.where(torch.from_numpy(batch["labels"]) > 0, positive, 1 - positive)
     expected = (-((1 - probability) ** 1.5) * probability.log()).mean().item()
     assert mean_loss(task(objective="focal", gamma=1.5, multi_label=True), models, batch) == pytest.approx(
         expected, rel=1e-5
     )
-    for several in (False, True):
-        plain = mean_loss(task(multi_label=several), models, batch)
-        assert mean_loss(task(objective="focal", gamma=0.0, multi_label=several), models, batch) == pytest.approx(plain)
+    for multi_label in (False, True):
+        plain = mean_loss(task(multi_label=multi_label), models, batch)
+        assert mean_loss(task(objective="focal", gamma=0.0, multi_label=multi_label), models, batch) == pytest.approx(
+            plain
+        )
 
 
-@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("multi_label", [False, True])
 @pytest.mark.parametrize("gamma", [0.0, 0.5, 2.0])
-def test_a_certain_prediction_has_a_finite_gradient(several: bool, gamma: float) -> None:
-    classifier, batch = task(objective="focal", gamma=gamma, multi_label=several), host_batch()
+def test_a_certain_prediction_has_a_finite_gradient(multi_label: bool, gamma: float) -> None:
+    classifier, batch = task(objective="focal", gamma=gamma, multi_label=multi_label), host_batch()
     models = build_models(classifier, 0)
     batch["label"][:], batch["labels"][:] = 0, [1, 0, 0]
     with torch.no_grad():
@@ -161,7 +163,7 @@ def test_a_certain_prediction_has_a_finite_gradient(several: bool, gamma: float)
     assert torch.isfinite(gradient(classifier, models, batch)).all()
 
 
-def test_smoothing_of_several_labels_moves_each_towards_one_half() -> None:
+def test_smoothing_of_multi_label_targets_moves_each_towards_one_half() -> None:
     batch, models = host_batch(), build_models(task(), 0)
     target = torch.from_numpy(batch["labels"]) * 0.8 + 0.1
     expected = F.binary_cross_entropy_with_logits(compute_logits(models, batch), target).item()
@@ -217,17 +219,17 @@ def test_multi_label_metrics_match_their_definitions() -> None:
     assert "accuracy" not in output.metrics
 
 
-@pytest.mark.parametrize("several", [False, True])
-def test_score_returns_the_classification_metrics(several: bool) -> None:
-    classifier, batch = task(multi_label=several), host_batch(60)
+@pytest.mark.parametrize("multi_label", [False, True])
+def test_score_returns_the_classification_metrics(multi_label: bool) -> None:
+    classifier, batch = task(multi_label=multi_label), host_batch(60)
     models = build_models(classifier, 0)
     rows = {
         name: array.numpy() for name, array in classifier.loss(models, to_tensors(batch), noise(0, 60)).rows.items()
     }
-    key = "labels" if several else "label"
+    key = "labels" if multi_label else "label"
     assert sorted(rows) == [key, "probability"]
     np.testing.assert_array_equal(rows[key], batch[key])
-    if not several:
+    if not multi_label:
         np.testing.assert_allclose(rows["probability"].sum(1), 1, rtol=1e-6)
     assert sorted(classifier.score(rows)) == ["auroc", "ece", "macro_f1", "weighted_f1"]
 

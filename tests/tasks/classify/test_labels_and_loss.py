@@ -31,14 +31,14 @@ def open_workload(folder: Path, changes: dict[str, Any], recipe: str = "classify
     return registry.open_workload(load_recipe([recipe, values]).recipe, progress=lambda stage, done, total: None)
 
 
-@pytest.mark.parametrize("part", ["validation", "test"])
-def test_an_unknown_held_out_label_suggests_the_nearest_class(part: str, tmp_path: Path) -> None:
-    slip = [*small_texts.make_rows(12, seed=1), {"text": "salt", "label": "coook"}]
-    held = {f"data.{part}.path": write_rows(tmp_path / "held.jsonl", slip)}
-    held |= {"data.validation.split": None} if part == "validation" else {}
+@pytest.mark.parametrize("split", ["validation", "test"])
+def test_an_unknown_held_out_label_suggests_the_nearest_class(split: str, tmp_path: Path) -> None:
+    rows = [*small_texts.make_rows(12, seed=1), {"text": "salt", "label": "coook"}]
+    held_out = {f"data.{split}.path": write_rows(tmp_path / "held.jsonl", rows)}
+    held_out |= {"data.validation.split": None} if split == "validation" else {}
     with pytest.raises(DataError, match=r"held.jsonl:13.* 'coook' is not one of the 3 classes .* did you mean 'cook'"):
-        open_workload(tmp_path, held)
-    assert len(open_workload(tmp_path, {**held, "model.num_labels": 4}).classes) == 4
+        open_workload(tmp_path, held_out)
+    assert len(open_workload(tmp_path, {**held_out, "model.num_labels": 4}).classes) == 4
 
 
 def test_folds_share_their_classes_and_rare_ones_are_noted(tmp_path: Path) -> None:
@@ -49,8 +49,8 @@ def test_folds_share_their_classes_and_rare_ones_are_noted(tmp_path: Path) -> No
     workloads = [open_workload(tmp_path, {**folds, "data.split.fold": fold}) for fold in range(3)]
     assert {workload.classes.names for workload in workloads} == {("cook", "coook", "sail", "sing")}
     assert all(
-        any("1 of 4 classes have at most 2 training samples: 'coook'" in n for n in workload_of_fold.data.notes)
-        for workload_of_fold in workloads
+        any("1 of 4 classes have at most 2 training samples: 'coook'" in note for note in workload.data.notes)
+        for workload in workloads
     )
 
 
@@ -72,17 +72,17 @@ OBJECTIVES = [
 ]
 
 
-@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("multi_label", [False, True])
 @pytest.mark.parametrize("changes", OBJECTIVES)
-def test_evaluation_reports_cross_entropy_for_any_objective(changes: dict[str, Any], several: bool) -> None:
+def test_evaluation_reports_cross_entropy_for_any_objective(changes: dict[str, Any], multi_label: bool) -> None:
     shape = {"kind": "cnn", "vocab_size": 20, "num_labels": 3, "embed_size": 4, "num_filters": 4, "dropout": 0.0}
-    plain = Classification(key="text", shape=shape, multi_label=several)  # type: ignore[arg-type]
-    other = Classification(key="text", shape=shape, multi_label=several, **changes)  # type: ignore[arg-type]
+    plain = Classification(key="text", shape=shape, multi_label=multi_label)  # type: ignore[arg-type]
+    other = Classification(key="text", shape=shape, multi_label=multi_label, **changes)  # type: ignore[arg-type]
     assert (plain.has_modified_loss, other.has_modified_loss) == (False, True)
     model = build_models(plain, 0)["model"]
     rng = np.random.default_rng(0)
     batch: dict[str, Any] = {"input_ids": rng.integers(0, 20, (6, 8)), "attention_mask": np.ones((6, 8), np.int64)}
-    batch |= {"labels": rng.integers(0, 2, (6, 3))} if several else {"label": rng.integers(0, 3, 6)}
+    batch |= {"labels": rng.integers(0, 2, (6, 3))} if multi_label else {"label": rng.integers(0, 3, 6)}
     batch["weight"] = np.array([1, 1, 1, 1, 1, 0])
     tensors = {name: torch.from_numpy(value) for name, value in batch.items()}
     noise = Noise(0, 0, torch.arange(6), torch)
@@ -134,14 +134,16 @@ def test_truncated_texts_are_noted(tmp_path: Path) -> None:
     workload = open_workload(tmp_path, {"data.sequence_length": 8})
     lengths = [len(ids) for ids in workload._tokenise([row["text"] for row in small_texts.make_rows()])]
     assert any(
-        f"of {len(workload.data.training())} texts are truncated to 8 tokens: data.sequence_length" in n
-        for n in workload.data.notes
+        f"of {len(workload.data.training())} texts are truncated to 8 tokens: data.sequence_length" in note
+        for note in workload.data.notes
     )
     assert workload.count_truncated([row["text"] for row in small_texts.make_rows()]) == (
         sum(n > 8 for n in lengths),
         8,
     )
-    assert not any("are cut" in note for note in open_workload(tmp_path, {"data.sequence_length": 128}).data.notes)
+    assert not any(
+        "are truncated" in note for note in open_workload(tmp_path, {"data.sequence_length": 128}).data.notes
+    )
 
 
 def test_multi_label_defaults_to_exact_match(tmp_path: Path) -> None:

@@ -19,7 +19,12 @@ from bottega.tasks.classify.text_workload import TextClassifyWorkload
 from bottega.tasks.evaluation_data import DataRequest
 from bottega.tasks.recipes import load_recipe
 
-LEARNS = {"training.max_steps": 40, "training.learning_rate": 1e-2, "evaluation.every": 40, "checkpoint.every": 40}
+ENOUGH_TRAINING = {
+    "training.max_steps": 40,
+    "training.learning_rate": 1e-2,
+    "evaluation.every": 40,
+    "checkpoint.every": 40,
+}
 
 
 def open_workload(values: dict[str, Any]) -> TextClassifyWorkload:
@@ -33,7 +38,7 @@ def open_workload(values: dict[str, Any]) -> TextClassifyWorkload:
 @pytest.fixture(scope="module", params=["transformer", "cnn", "pretrained"])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
-    values = small_texts.settings(folder, "cnn" if request.param == "cnn" else "transformer", **LEARNS)
+    values = small_texts.settings(folder, "cnn" if request.param == "cnn" else "transformer", **ENOUGH_TRAINING)
     if request.param == "pretrained":
         values = {k: v for k, v in values.items() if not k.startswith("model.")}
         values |= {"model.from": str(small_texts.write_encoder(folder / "encoder")), "training.learning_rate": 5e-3}
@@ -41,7 +46,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return bottega.train("classify", {**values, "name": "run"}).path
 
 
-def test_it_learns_and_predicts_new_texts(run: Path) -> None:
+def test_each_model_learns_and_predicts_new_texts(run: Path) -> None:
     saved = bottega.load(run)
     metrics = saved.evaluate()
     assert metrics["accuracy"] > 0.9
@@ -126,7 +131,7 @@ def test_gradual_unfreezing_trains_layer_by_layer_and_exports(tmp_path: Path) ->
     }
 
     def is_changed(name: str, step: int) -> bool:
-        (tensor_at_step,) = (tensor for own, tensor in checkpoints[step].items() if own.endswith(name))
+        (tensor_at_step,) = (tensor for full_name, tensor in checkpoints[step].items() if full_name.endswith(name))
         return not np.array_equal(tensor_at_step, before[name])
 
     layers = [f"encoder.layer.{n}.attention.self.query.weight" for n in range(2)]
@@ -174,7 +179,7 @@ def test_multi_label_texts_are_learned(tmp_path: Path) -> None:
     ]
     path = tmp_path / "several.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    values = small_texts.settings(tmp_path, **LEARNS)
+    values = small_texts.settings(tmp_path, **ENOUGH_TRAINING)
     values |= {"data.train.path": str(path), "data.multi_label": True, "evaluation.metric": "macro_f1"}
     result = bottega.train("classify", values)
     assert result.metrics["macro_f1"] > 0.8

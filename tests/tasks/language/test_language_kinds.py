@@ -22,12 +22,12 @@ from bottega.techniques.call_recorder import CallRecorder
 from decoders import generate_rows, generate_without_cache
 
 V, CONTEXT = 40, 16
-SCANNED = {"state_size": 8, "ssm_head_size": 8, "chunk_size": 8}
+STATE_SPACE = {"state_size": 8, "ssm_head_size": 8, "chunk_size": 8}
 KINDS: dict[str, dict[str, Any]] = {
     "moe": {"num_experts": 4},
-    "ssm": SCANNED,
-    "ssm-experts": {**SCANNED, "num_experts": 3, "experts_every": 2},
-    "hybrid": {**SCANNED, "attention_every": 2},
+    "ssm": STATE_SPACE,
+    "ssm-experts": {**STATE_SPACE, "num_experts": 3, "experts_every": 2},
+    "hybrid": {**STATE_SPACE, "attention_every": 2},
 }
 PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3, 5], [8]]
 ROUTER = "model.layers.0.mlp.router"
@@ -62,7 +62,7 @@ def build_skewed_models(task: Language) -> dict[str, Any]:
     return models
 
 
-def slices(batch: dict[str, Any], *sizes: int) -> list[dict[str, Any]]:
+def split_rows(batch: dict[str, Any], *sizes: int) -> list[dict[str, Any]]:
     cuts = np.cumsum((0, *sizes))
     return [{k: v[a:b] for k, v in batch.items()} for a, b in pairwise(cuts)]
 
@@ -72,8 +72,8 @@ def test_terms_metrics_and_stats_add_up_over_any_micro_batch_split(changes: dict
     task, batch = build_task(**changes), host_batch()
     models = build_skewed_models(task)
     total_output = compute_loss(task, models, batch)
-    parts = [compute_loss(task, models, part) for part in slices(batch, 1, 3)]
-    counts = [task.counts(part) for part in slices(batch, 1, 3)]
+    parts = [compute_loss(task, models, part) for part in split_rows(batch, 1, 3)]
+    counts = [task.counts(part) for part in split_rows(batch, 1, 3)]
     for name, (total, _) in total_output.terms.items():
         assert sum(part.terms[name][0].item() for part in parts) == pytest.approx(total.item(), rel=1e-6)
         assert sum(count[name] for count in counts) == task.counts(batch)[name] == 4 * 12
@@ -114,9 +114,9 @@ def test_padding_does_not_change_firing_rates() -> None:
     filled = {"input_ids": ids, "attention_mask": np.stack([np.arange(13) < 9, np.zeros(13, bool)]).astype(np.int64)}
     models["model"].eval()
     a, b = compute_loss(task, models, single), compute_loss(task, models, filled)
-    (fired, count), (other, number) = a.metrics["firing_rate"], b.metrics["firing_rate"]
-    assert float(count) == float(number) == 8
-    assert 0 < float(fired) == pytest.approx(float(other), rel=1e-5)
+    (rate_sum, count), (padded_sum, padded_count) = a.metrics["firing_rate"], b.metrics["firing_rate"]
+    assert float(count) == float(padded_count) == 8
+    assert 0 < float(rate_sum) == pytest.approx(float(padded_sum), rel=1e-5)
     assert torch.equal(a.rows["units"][0], b.rows["units"][0])
     rows = [{name: value.numpy() for name, value in output.rows.items()} for output in (a, b)]
     assert task.score(rows[0])["dead"] == task.score(rows[1])["dead"] > 0
@@ -144,7 +144,7 @@ def test_dead_and_saturated_units_are_counted() -> None:
     result = task.score(rows)
     assert 3 / 32 <= result["dead"] < 0.9
     assert 2 / 32 <= result["saturated"] < 0.5
-    parts = [compute_loss(task, models, part) for part in slices(batch, 1, 3)]
+    parts = [compute_loss(task, models, part) for part in split_rows(batch, 1, 3)]
     again = np.concatenate([part.rows["units"].numpy() for part in parts])
     assert np.array_equal(again, rows["units"])
 

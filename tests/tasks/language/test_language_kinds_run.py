@@ -21,11 +21,11 @@ from small_run import differing_tensors, read_tensors
 NO_ATTENTION = dict.fromkeys(
     ("model.num_heads", "model.num_kv_heads", "model.head_size", "model.intermediate_size"), None
 )
-SCANNED = {"model.state_size": 8, "model.ssm_head_size": 8}
+STATE_SPACE = {"model.state_size": 8, "model.ssm_head_size": 8}
 KINDS: dict[str, dict[str, Any]] = {
     "moe": {"model.kind": "moe", "model.num_experts": 4, "model.balance": "bias"},
-    "ssm": {"model.kind": "ssm", **SCANNED, **NO_ATTENTION},
-    "hybrid": {"model.kind": "hybrid", **SCANNED, "model.attention_every": 2, "model.num_layers": 2},
+    "ssm": {"model.kind": "ssm", **STATE_SPACE, **NO_ATTENTION},
+    "hybrid": {"model.kind": "hybrid", **STATE_SPACE, "model.attention_every": 2, "model.num_layers": 2},
 }
 
 
@@ -58,10 +58,12 @@ def test_evaluate_and_generate(run: Any) -> None:
 
 def test_export_names_its_library_and_can_be_fine_tuned(run: Any, text: Path, tmp_path: Path) -> None:
     final = run.path / "final"
-    is_stock = run.path.name == "ssm"
+    is_transformers_layout = run.path.name == "ssm"
     config = json.loads((final / "config.json").read_text())
-    assert config["model_type"] == ("mamba2" if is_stock else "bottega-decoder")
-    assert f"library_name: {'transformers' if is_stock else 'bottega'}" in (final / "README.md").read_text()
+    assert config["model_type"] == ("mamba2" if is_transformers_layout else "bottega-decoder")
+    assert (
+        f"library_name: {'transformers' if is_transformers_layout else 'bottega'}" in (final / "README.md").read_text()
+    )
     dims = [key for key in small_run.SMALL if key.startswith("model.")]
     # The dimensions come from the exported model, not from the recipe.
     options = {**dict.fromkeys(dims, None), "model.from": str(run.path), "training.max_steps": 2, "evaluation.every": 1}

@@ -33,7 +33,7 @@ def test_accuracy_overall_and_by_attribute() -> None:
     assert conditional_accuracy(predicted[:0], labels[:0], NAMES) == {}
 
 
-def test_classes_share_a_row_for_each_attribute_they_have_in_common() -> None:
+def test_classes_share_the_index_of_an_attribute_value_they_have_in_common() -> None:
     assert index_attribute_values(NAMES) == ((0, 2), (0, 3), (1, 2), (1, 3))
     assert index_attribute_values(["pitch=A4", "pitch=B4"]) == (), "a single attribute is the class itself"
     assert index_attribute_values(["cat", "dog"]) == ()

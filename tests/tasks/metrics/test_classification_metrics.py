@@ -141,9 +141,9 @@ def test_calibration_error_of_two_bins() -> None:
 @given(sizes, st.integers(1, 20))
 def test_calibration_is_the_weighted_gap_of_the_bins(size: tuple[int, int, int], bins: int) -> None:
     for probabilities, labels in (draw_single_label(*size), draw_multi_label(*size)):
-        is_several = labels.ndim == 2
-        chosen = decide_labels(probabilities, multi_label=is_several)
-        confidence = np.where(chosen, probabilities, 1 - probabilities).ravel() if is_several else probabilities.max(1)
+        multi_label = labels.ndim == 2
+        chosen = decide_labels(probabilities, multi_label=multi_label)
+        confidence = np.where(chosen, probabilities, 1 - probabilities).ravel() if multi_label else probabilities.max(1)
         correct = (chosen == labels).ravel()
         edges, total = np.linspace(0, 1, bins + 1), 0.0
         for low, high in itertools.pairwise(edges):

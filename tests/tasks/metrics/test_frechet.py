@@ -66,7 +66,7 @@ def test_it_matches_scipy() -> None:
     assert frechet_distance(a, b) == pytest.approx(((a.mean(0) - b.mean(0)) ** 2).sum() + spread, rel=1e-9)
 
 
-def test_moments_do_not_depend_on_the_block_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moments_do_not_depend_on_the_chunk_size(monkeypatch: pytest.MonkeyPatch) -> None:
     features = numpy_generator(4, "features").standard_normal((37, 5)).astype(np.float32) + 100
     mean, covariance = feature_moments(features)
     np.testing.assert_allclose(covariance, np.cov(features.T.astype(np.float64)), rtol=1e-9)

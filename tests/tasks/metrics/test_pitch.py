@@ -15,13 +15,13 @@ from bottega.tasks.metrics.pitch import estimate_pitch, parse_note_frequency, se
 RATE = 8000
 
 
-def tone(hertz: float, heights: Sequence[float], *, decay: float = 0, rate: int = RATE) -> np.ndarray:
+def tone(hertz: float, amplitudes: Sequence[float], *, decay: float = 0, rate: int = RATE) -> np.ndarray:
     """Return one second of a fundamental and its overtones below the Nyquist frequency, with random phases."""
     time = np.arange(rate) / rate
-    phases = numpy_generator(0, "phases", hertz).uniform(0, 2 * np.pi, len(heights))
+    phases = numpy_generator(0, "phases", hertz).uniform(0, 2 * np.pi, len(amplitudes))
     parts = [
-        height * np.sin(2 * np.pi * hertz * k * time + phase)
-        for k, (height, phase) in enumerate(zip(heights, phases, strict=True), 1)
+        amplitude * np.sin(2 * np.pi * hertz * k * time + phase)
+        for k, (amplitude, phase) in enumerate(zip(amplitudes, phases, strict=True), 1)
         if hertz * k < rate / 2
     ]
     return 0.2 * np.sum(parts, axis=0) * np.exp(-decay * time)
@@ -46,7 +46,7 @@ def log_spaced(low: float, high: float, count: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("heights", "high"),
+    ("amplitudes", "high"),
     [
         ([1], 1980),
         ([1, 0.5], 1980),
@@ -60,9 +60,9 @@ def log_spaced(low: float, high: float, count: int) -> np.ndarray:
         ([0, 1, 1, 1], 900),
     ],
 )
-def test_tones_are_estimated_within_cents(heights: list[float], high: float) -> None:
+def test_tones_are_estimated_within_cents(amplitudes: list[float], high: float) -> None:
     hertz = log_spaced(51, high, 100)
-    estimates = estimate_pitch(np.stack([tone(f, heights) for f in hertz]), RATE)
+    estimates = estimate_pitch(np.stack([tone(f, amplitudes) for f in hertz]), RATE)
     assert estimates.shape == (100,)
     assert cents(estimates, hertz).max() < 1
 
@@ -101,13 +101,14 @@ def test_other_sample_rates_and_a_note_in_silence() -> None:
     assert cents(estimate_pitch(note, RATE), np.array(330.0)) < 1
 
 
-@pytest.mark.parametrize("heights", [[1.0, 0.7, 0.5, 0.3, 0.2], [0.8**k for k in range(12)], []])
-def test_the_pitch_survives_a_spectrogram_without_phases(heights: list[float]) -> None:
+@pytest.mark.parametrize("amplitudes", [[1.0, 0.7, 0.5, 0.3, 0.2], [0.8**k for k in range(12)], []])
+def test_the_pitch_survives_a_spectrogram_without_phases(amplitudes: list[float]) -> None:
     mel = MelSpectrogram(sample_rate=RATE, fft_size=512, hop_size=128, num_mels=64)
     lengths = np.round(RATE / log_spaced(90, 800, 30)).astype(int)
     hertz = RATE / (lengths + 0.5)
     waveforms = [
-        tone(f, heights) if heights else pluck_string(n, f"string {n}") for f, n in zip(hertz, lengths, strict=True)
+        tone(f, amplitudes) if amplitudes else pluck_string(n, f"string {n}")
+        for f, n in zip(hertz, lengths, strict=True)
     ]
     decoded = mel.decode(mel.encode(np.stack(waveforms).astype(np.float32)), iterations=32)
     assert np.mean(cents(estimate_pitch(decoded, RATE), hertz) < 50) >= 0.95

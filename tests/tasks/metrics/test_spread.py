@@ -24,9 +24,9 @@ def dataset(name: str, n: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_ratios_of_real_data_are_about_one() -> None:
-    (x, x_labels), (y, y_labels), (held, _) = dataset("x", 2000), dataset("y", 2000), dataset("held", 1000)
+    (x, x_labels), (y, y_labels), (held_out, _) = dataset("x", 2000), dataset("y", 2000), dataset("held", 1000)
     assert variance_ratio(x, x_labels, y, y_labels) == pytest.approx(1, abs=0.05)
-    assert nearest_ratio(nearest_distances(x, y), nearest_distances(held, y)) == pytest.approx(1, abs=0.1)
+    assert nearest_ratio(nearest_distances(x, y), nearest_distances(held_out, y)) == pytest.approx(1, abs=0.1)
 
 
 def test_a_model_of_class_means_has_no_variance() -> None:
@@ -38,8 +38,8 @@ def test_a_model_of_class_means_has_no_variance() -> None:
 
 
 def test_a_model_that_copies_is_at_distance_zero() -> None:
-    (train, labels), (held, _) = dataset("x", 500), dataset("held", 200)
-    assert nearest_ratio(nearest_distances(train[::-1][:100], train), nearest_distances(held, train)) == 0
+    (train, labels), (held_out, _) = dataset("x", 500), dataset("held", 200)
+    assert nearest_ratio(nearest_distances(train[::-1][:100], train), nearest_distances(held_out, train)) == 0
     # Only the distance detects it: its variance is that of the data.
     assert variance_ratio(train[:250], labels[:250], train, labels) == pytest.approx(1, abs=0.2)
 

@@ -19,13 +19,13 @@ def draw_images(seed: int, *, n: int = 2, height: int = 17, width: int = 14) -> 
     return numpy_generator(seed, "ssim").integers(0, 256, (n, height, width, 3), dtype=np.uint8)
 
 
-def reference_ssim(a: np.ndarray, b: np.ndarray, extent: float) -> float:
+def reference_ssim(a: np.ndarray, b: np.ndarray, data_range: float) -> float:
     """Equations 13 to 16 of Wang et al. window by window, in loops, with two-dimensional weights."""
     weights = np.array(
         [[math.exp(-((i - 5) ** 2 + (j - 5) ** 2) / (2 * 1.5**2)) for j in range(11)] for i in range(11)]
     )
     weights /= weights.sum()
-    c1, c2 = (0.01 * extent) ** 2, (0.03 * extent) ** 2
+    c1, c2 = (0.01 * data_range) ** 2, (0.03 * data_range) ** 2
     values = []
     for channel in range(a.shape[2]):
         x, y = a[..., channel].astype(float), b[..., channel].astype(float)
@@ -35,12 +35,12 @@ def reference_ssim(a: np.ndarray, b: np.ndarray, extent: float) -> float:
                 mean_p, mean_q = (weights * p).sum(), (weights * q).sum()
                 var_p, var_q = (weights * (p - mean_p) ** 2).sum(), (weights * (q - mean_q) ** 2).sum()
                 both = (weights * (p - mean_p) * (q - mean_q)).sum()
-                top_line = (2 * mean_p * mean_q + c1) * (2 * both + c2)
-                values.append(top_line / ((mean_p**2 + mean_q**2 + c1) * (var_p + var_q + c2)))
+                numerator = (2 * mean_p * mean_q + c1) * (2 * both + c2)
+                values.append(numerator / ((mean_p**2 + mean_q**2 + c1) * (var_p + var_q + c2)))
     return float(np.mean(values))
 
 
-def scipy_ssim(a: np.ndarray, b: np.ndarray, extent: float) -> float:
+def scipy_ssim(a: np.ndarray, b: np.ndarray, data_range: float) -> float:
     """The usual formula with scipy's filter, cropped to windows inside the image."""
     line = np.exp(-((np.arange(11) - 5.0) ** 2) / 4.5)
     kernel = np.outer(line, line)[..., None] / line.sum() ** 2
@@ -52,7 +52,7 @@ def scipy_ssim(a: np.ndarray, b: np.ndarray, extent: float) -> float:
     x, y = a.astype(float), b.astype(float)
     mx, my = blur(x), blur(y)
     vx, vy, both = blur(x * x) - mx * mx, blur(y * y) - my * my, blur(x * y) - mx * my
-    c1, c2 = (0.01 * extent) ** 2, (0.03 * extent) ** 2
+    c1, c2 = (0.01 * data_range) ** 2, (0.03 * data_range) ** 2
     return float(((2 * mx * my + c1) * (2 * both + c2) / ((mx**2 + my**2 + c1) * (vx + vy + c2))).mean())
 
 
@@ -107,8 +107,8 @@ def test_bounds_symmetry_and_invariances(seed: int, height: int, width: int) -> 
     for changed in (lambda x: x[:, ::-1], lambda x: x[:, :, ::-1], lambda x: x.swapaxes(1, 2), lambda x: x[..., ::-1]):
         assert ssim(changed(a), changed(b)) == pytest.approx(values, abs=1e-12)
     # Colour is the mean over channels, and pairs are independent.
-    each = np.mean([ssim(a[..., i : i + 1], b[..., i : i + 1]) for i in range(3)], axis=0)
-    assert each == pytest.approx(values, abs=1e-12)
+    per_channel = np.mean([ssim(a[..., i : i + 1], b[..., i : i + 1]) for i in range(3)], axis=0)
+    assert per_channel == pytest.approx(values, abs=1e-12)
     assert ssim(a[1:], b[1:])[0] == values[1]
 
 

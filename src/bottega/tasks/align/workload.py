@@ -87,7 +87,7 @@ def reopen_workload(recipe: Recipe, processor: Path, fingerprint: str) -> AlignW
         metadata,
         caption_tokenizer,
         expected_fingerprint=fingerprint,
-        base_folder=find_base_folder(checked, processor=processor),
+        base_folder=find_base_folder(checked, processor_folder=processor),
     )
 
 

@@ -1,7 +1,7 @@
 """Recipes of classifiers: text with a transformer or Kim's CNN, images, audio and video with a convolutional network, and
 images also with a spiking network.
 
-`data.input` selects one of the four; the default is text.
+`data.input` selects one of the four media; the default is text.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class ClassifyModel(Model):
 
     @model_validator(mode="before")
     @classmethod
-    def _set_kind_of_weights(cls, values: Any) -> Any:
-        """Make a transformer that starts from weights `pretrained`; guides often print kind: transformer with from."""
+    def _set_pretrained_kind(cls, values: Any) -> Any:
+        """Replace kind: transformer by kind: pretrained if `from` is set, since other guides combine the two."""
         if isinstance(values, dict) and (values.get("from") or values.get("from_")) is not None:
             return {**values, "kind": "pretrained"} if values.get("kind", "transformer") == "transformer" else values
         return values
@@ -199,7 +199,7 @@ class MediaClassifier(Model):
 
     @property
     def condition(self) -> Literal["class"]:
-        """The same as for a class-conditional generator, so that the same prepared data serves both."""
+        """The condition of a class-conditional generator, so that both use the same prepared data."""
         return "class"
 
     @property

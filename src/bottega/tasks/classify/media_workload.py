@@ -80,16 +80,16 @@ def open_workload(recipe: Recipe, *, progress: Callable[[str, int, int], None]) 
     return MediaClassifyWorkload(checked, shape, classes, mel, objective, prepared=prepared)
 
 
-def reopen_workload(recipe: Recipe, processor: Path, fingerprint: str) -> Workload:
-    """Open the workload of a finished run from its `processor` folder."""
+def reopen_workload(recipe: Recipe, processor_folder: Path, fingerprint: str) -> Workload:
+    """Open the workload of a finished run from the folder of its saved processor."""
     if isinstance(recipe, ClassifyRecipe):
-        return text_classify.reopen_workload(recipe, processor, fingerprint)
+        return text_classify.reopen_workload(recipe, processor_folder, fingerprint)
     checked = _check_recipe(recipe)
-    mel = MelProcessor.load(processor) if isinstance(checked, AudioClassifyRecipe) else None
-    objective = Objective.load(checked.loss, processor)
-    shape, classes = _read_shape(processor), _read_classes(processor)
+    mel = MelProcessor.load(processor_folder) if isinstance(checked, AudioClassifyRecipe) else None
+    objective = Objective.load(checked.loss, processor_folder)
+    shape, classes = _read_shape(processor_folder), _read_classes(processor_folder)
     return MediaClassifyWorkload(
-        checked, shape, classes, mel, objective, expected_fingerprint=fingerprint, processor=processor
+        checked, shape, classes, mel, objective, expected_fingerprint=fingerprint, processor_folder=processor_folder
     )
 
 
@@ -114,13 +114,13 @@ class MediaClassifyWorkload(Workload):
         *,
         prepared: PreparedData | None = None,
         expected_fingerprint: str | None = None,
-        processor: Path | None = None,
+        processor_folder: Path | None = None,
     ) -> None:
-        """Open with `prepared` data, or reopen from a finished run's `processor` folder and its data fingerprint."""
+        """Open with `prepared` data, or reopen from a finished run's `processor_folder` and its data fingerprint."""
         self.recipe = recipe
         self.shape, self.classes, self.mel, self.objective = shape, classes, mel, objective
         self.batch_key: Literal["image", "mel", "video"] = "mel" if recipe.data.input == "audio" else recipe.data.input
-        base_folder = find_base_folder(recipe, processor=processor)
+        base_folder = find_base_folder(recipe, processor_folder=processor_folder)
         self.task: Classification = Classification(
             key=self.batch_key,
             shape=shape,
@@ -182,8 +182,8 @@ class MediaClassifyWorkload(Workload):
         was_training, probabilities, features = model.training, [], []
         model.eval()
         try:
-            for first in range(0, len(samples), batch_size):
-                chunk = samples[first : first + batch_size]
+            for start in range(0, len(samples), batch_size):
+                chunk = samples[start : start + batch_size]
                 x = np.ascontiguousarray(chunk if self.mel is None else self.mel.encode(chunk), np.float32)
                 hidden = model.features(torch.from_numpy(x).to(device))
                 probabilities.append(model.head(hidden).float().softmax(dim=1).cpu().numpy())
@@ -201,13 +201,13 @@ class MediaClassifyWorkload(Workload):
         rows = self.tables.read_unlabelled_rows(external)
         source = self.tables.convert_rows(rows)
         probabilities = [np.zeros((0, len(self.classes)), np.float32)]
-        for first in range(0, len(source), batch_size):
-            index = np.arange(first, min(first + batch_size, len(source)))
+        for start in range(0, len(source), batch_size):
+            index = np.arange(start, min(start + batch_size, len(source)))
             batch = source.rows(index, np.zeros_like(index))
-            x: dict[str, torch.Tensor] = {
+            inputs: dict[str, torch.Tensor] = {
                 self.batch_key: torch.from_numpy(np.ascontiguousarray(batch[self.batch_key])).to(device)
             }
-            probabilities.append(self.task.predict(models, x).float().softmax(dim=1).cpu().numpy())
+            probabilities.append(self.task.predict(models, inputs).float().softmax(dim=1).cpu().numpy())
         return read_text_column(rows.table, "key"), np.concatenate(probabilities)
 
     def export(self, models: Models, folder: Path) -> dict[str, Any]:
@@ -292,12 +292,12 @@ def _check_base_model(folder: Path, shape: Shape) -> Path:
     return folder
 
 
-def _read_shape(processor: Path) -> Shape:
-    return read_metadata(processor / SHAPE_FILE, SHAPE_ADAPTER.validate_json)
+def _read_shape(processor_folder: Path) -> Shape:
+    return read_metadata(processor_folder / SHAPE_FILE, SHAPE_ADAPTER.validate_json)
 
 
-def _read_classes(processor: Path) -> Classes:
-    return read_metadata(processor / CLASSES_FILE, lambda raw: Classes(tuple(map(str, json.loads(raw)))))
+def _read_classes(processor_folder: Path) -> Classes:
+    return read_metadata(processor_folder / CLASSES_FILE, lambda raw: Classes(tuple(map(str, json.loads(raw)))))
 
 
 def write_raster(model: SpikingNet, batch: Batch, classes: Classes, folder: Path, *, device: Any) -> None:
@@ -311,7 +311,9 @@ def write_raster(model: SpikingNet, batch: Batch, classes: Classes, folder: Path
         plot_spikes,
         [spikes.cpu().numpy() for spikes in output.spikes],
         images=images,
-        captions=[p if p == label else f"{p}, is {label}" for p, label in zip(predicted, labels, strict=True)],
-        is_correct=[p == label for p, label in zip(predicted, labels, strict=True)],
+        captions=[
+            name if name == label else f"{name}, is {label}" for name, label in zip(predicted, labels, strict=True)
+        ],
+        is_correct=[name == label for name, label in zip(predicted, labels, strict=True)],
     )
     try_plot(plot, folder / RASTER_FILE)

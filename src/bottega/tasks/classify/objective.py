@@ -46,7 +46,7 @@ class Objective(BaseModel):
     def from_options(
         cls, loss: LossOptions | None, read_labels: Callable[[], np.ndarray], classes: tuple[str, ...]
     ) -> Objective:
-        """Build the objective; `labels` returns the labels of all training samples and is called for balanced weights."""
+        """Build the objective; `read_labels` returns the labels of all training samples and is called for balanced weights."""
         if loss is None:
             return cls()
         weights = loss.class_weights
@@ -57,11 +57,11 @@ class Objective(BaseModel):
         return cls(objective=loss.name, gamma=loss.gamma, class_weights=weights)
 
     @classmethod
-    def load(cls, loss: LossOptions | None, processor: Path) -> Objective:
+    def load(cls, loss: LossOptions | None, processor_folder: Path) -> Objective:
         """Read the objective of a finished run: its data may have changed or be gone."""
         if loss is None or loss.class_weights is None:
             return cls.from_options(loss, lambda: np.zeros(0), ())
-        weights = read_metadata(processor / CLASS_WEIGHTS_FILE, lambda raw: tuple(map(float, json.loads(raw))))
+        weights = read_metadata(processor_folder / CLASS_WEIGHTS_FILE, lambda raw: tuple(map(float, json.loads(raw))))
         return cls(objective=loss.name, gamma=loss.gamma, class_weights=weights)
 
     def save(self, folder: Path) -> None:

@@ -37,17 +37,17 @@ def predict_texts(
             f"{num_truncated:,} of {len(texts):,} texts are truncated to {limit} tokens, the maximum of this run"
         )
     names = workload.classes.names
-    rows: list[dict[str, Any]] = []
-    for text, row in zip(texts, probabilities.tolist(), strict=True):
+    predictions: list[dict[str, Any]] = []
+    for text, text_probabilities in zip(texts, probabilities.tolist(), strict=True):
         if not text.strip():
-            rows.append({"text": text, "predicted": None, "probability": None, "probabilities": None})
+            predictions.append({"text": text, "predicted": None, "probability": None, "probabilities": None})
         elif workload.recipe.data.multi_label:
-            by_name = dict(zip(names, row, strict=True))
+            by_name = dict(zip(names, text_probabilities, strict=True))
             predicted = [name for name, probability in by_name.items() if probability >= THRESHOLD]
-            rows.append({"text": text, "predicted": predicted, "probability": by_name, "probabilities": by_name})
+            predictions.append({"text": text, "predicted": predicted, "probability": by_name, "probabilities": by_name})
         else:
-            rows.append({"text": text, **predict_class(names, row)})
-    return rows
+            predictions.append({"text": text, **predict_class(names, text_probabilities)})
+    return predictions
 
 
 def _read_texts(workload: TextClassifyWorkload, new_samples: NewSamples) -> Sequence[str]:

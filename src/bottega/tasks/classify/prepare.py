@@ -39,7 +39,7 @@ from bottega.tasks.language.prepare import (
     load_pretrained_tokenizer,
 )
 
-# Raise it when the same texts would give other tables.
+# Increase it when the same texts would give other tables.
 FORMAT = 3
 
 
@@ -55,7 +55,7 @@ def prepare_classify(
     """Prepare tables with the columns input_ids, text, label, form and key, from the cache if they are there.
 
     `num_classes` is that of the recipe, None to count the classes in the data. With data.multi_label, `label` is a JSON list
-    of class names.
+    of class names; `form` says whether it was a number or a word, had extra spaces, or belongs to an augmented copy.
     """
     prepared = open_if_prepared(data, task="classify")
     if prepared is not None:
@@ -106,7 +106,7 @@ def prepare_classify(
 
 
 def _read_as_lines(inputs: tuple[Input, ...]) -> tuple[tuple[Input, ...], tuple[str, ...]]:
-    """Read text files line by line, each a label and a text, and return notes that say so."""
+    """Return the inputs with text files read line by line, each a label and a text, and notes on the detected layout."""
     from bottega.data.formats.lines import detect_line_layout
 
     changed, notes = [], []
@@ -120,9 +120,9 @@ def _read_as_lines(inputs: tuple[Input, ...]) -> tuple[tuple[Input, ...], tuple[
             layout = detect_line_layout(files.paths)
             source = source.model_copy(update={"delimiter": layout.delimiter, "columns": layout.columns})
             names = {"\t": "a tab", " ": "a space"}
-            order = "a label, then a text" if layout.is_label_first else "a text, then a label"
+            column_order = "a label, then a text" if layout.is_label_first else "a text, then a label"
             notes.append(
-                f"{files.root}: each line is read as {order}, separated by {names.get(layout.delimiter, layout.delimiter)}"
+                f"{files.root}: each line is read as {column_order}, separated by {names.get(layout.delimiter, layout.delimiter)}"
             )
         changed.append(replace(input, source_files=replace(files, kind="lines", source=source)))
     return tuple(changed), tuple(dict.fromkeys(notes))
@@ -130,9 +130,9 @@ def _read_as_lines(inputs: tuple[Input, ...]) -> tuple[tuple[Input, ...], tuple[
 
 def _check_prepared(prepared: PreparedData, data: ClassifyData, spec: TokenizerSpec) -> None:
     if prepared.metadata.get("multi_label", False) != data.multi_label:
-        number = "one class" if data.multi_label else "several classes"
+        prepared_with = "one class" if data.multi_label else "several classes"
         raise DataError(
-            f"{prepared.folder} was prepared with {number} per text, but data.multi_label is {str(data.multi_label).lower()}; "
+            f"{prepared.folder} was prepared with {prepared_with} per text, but data.multi_label is {str(data.multi_label).lower()}; "
             "prepare it again"
         )
     if spec.kind == "pretrained" and build_tokenizer(spec, ()).fingerprint != prepared.metadata["tokenizer"]:
@@ -177,18 +177,18 @@ class LabelChecks:
 
     def describe_stripped_labels(self, folder: Path) -> list[str]:
         """Return a note if labels were stripped of extra spaces."""
-        count, first = 0, None
+        count, example = 0, None
         for table in (Table(folder / name) for name in self.tables):
             forms = table.values("form")
             rows = np.flatnonzero((forms != COPY) & (forms & STRIPPED_FLAG > 0))
             count += len(rows)
-            if len(rows) and first is None:
-                first = f"that of {table.row('key', int(rows[0]))}, now {table.row('label', int(rows[0]))!r}"
+            if len(rows) and example is None:
+                example = f"that of {table.row('key', int(rows[0]))}, now {table.row('label', int(rows[0]))!r}"
         if not count:
             return []
         labels = "1 label" if count == 1 else f"{count:,} labels"
         return [
-            f"extra spaces were removed from {labels} (first: {first}); labels that differ only by spaces are one class"
+            f"extra spaces were removed from {labels} (first: {example}); labels that differ only by spaces are one class"
         ]
 
     def check_fold_sizes(self, folder: Path) -> None:
@@ -199,10 +199,8 @@ class LabelChecks:
         for name in self.tables:
             if name.startswith("train") or name == "validation":
                 table = Table(folder / name)
-                is_original = (table.values("form") != COPY).tolist()
-                counts.update(
-                    label for label, is_own in zip(read_text_column(table, "label"), is_original, strict=True) if is_own
-                )
+                labels, forms = read_text_column(table, "label"), table.values("form").tolist()
+                counts.update(label for label, form in zip(labels, forms, strict=True) if form != COPY)
         rarest = min(counts, key=lambda name: (counts[name], name))
         if counts[rarest] < self.folds:
             raise DataError(
@@ -230,7 +228,7 @@ class LabelledEncoder(Encoder):
     folder: Path
     dtype: str
     reader: LabelReader
-    changes: TextAugmentation | None
+    augmentation: TextAugmentation | None
     seed: int
     checks: LabelChecks
     notes: tuple[str, ...] = ()
@@ -290,16 +288,16 @@ class LabelledEncoder(Encoder):
             return
         text = record.fields["text"]
         yield {"text": text, "label": label, "form": form, "key": record.key}
-        if is_training and self.changes is not None:
-            changed = make_augmented_copies(
+        if is_training and self.augmentation is not None:
+            copies = make_augmented_copies(
                 text,
-                factor=self.changes.augmentation_factor,
-                techniques=self.changes.techniques,
-                probability=self.changes.probability,
+                factor=self.augmentation.augmentation_factor,
+                techniques=self.augmentation.techniques,
+                probability=self.augmentation.probability,
                 seed=self.seed,
                 key=record.key,
             )
-            for number, copy in enumerate(changed, start=1):
+            for number, copy in enumerate(copies, start=1):
                 yield {"text": copy, "label": label, "form": COPY, "key": f"{record.key}~{number}"}
 
 

@@ -31,7 +31,7 @@ def prepare(recipe: Any, progress: Any) -> Any:
 
 
 def adapt(base: FlatConfig, layer: FlatConfig) -> list[str]:
-    """Drop the dimensions of `base` that belong to another model than the one that `layer` starts from."""
+    """Drop the dimensions of `base` if `layer` starts from pretrained weights, which have their own."""
     drop_dimensions(base, layer, _is_encoder)
     return []
 

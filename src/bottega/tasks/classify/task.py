@@ -101,8 +101,8 @@ class Classification(Task):
         with a masked-language-model head only."""
         from bottega.models.text_classifier.pretrained import lacks_pooler
 
-        is_bare = self.pretrained is not None and lacks_pooler(self.pretrained)
-        return ("head", "pooling", *(("backbone.pooler",) if is_bare else ()))
+        has_new_pooler = self.pretrained is not None and lacks_pooler(self.pretrained)
+        return ("head", "pooling", *(("backbone.pooler",) if has_new_pooler else ()))
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
         if self.class_weights is not None and not self.multi_label:
@@ -244,7 +244,7 @@ class Classification(Task):
 
 def _sum_counted(values: Mapping[str, Tensor], is_counted: Tensor) -> Sums:
     count = is_counted.float().sum()
-    return {name: (torch.where(is_counted, each, 0).float().sum(), count) for name, each in values.items()}
+    return {name: (torch.where(is_counted, value, 0).float().sum(), count) for name, value in values.items()}
 
 
 @lru_cache(maxsize=16)

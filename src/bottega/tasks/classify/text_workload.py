@@ -57,32 +57,33 @@ def open_workload(recipe: ClassifyRecipe, *, progress: Callable[[str, int, int],
     shape = resolve_text_classifier_shape(recipe, prepared.tokenizer.vocab_size, classes.names)
 
     def read_labels() -> np.ndarray:
-        tables = [open_labelled_texts(prepared, name, classes=classes).labels for name in prepared.training_tables]
-        return np.concatenate(tables)
+        labels = [open_labelled_texts(prepared, name, classes=classes).labels for name in prepared.training_tables]
+        return np.concatenate(labels)
 
     objective = Objective.from_options(recipe.loss, read_labels, classes.names)
     return TextClassifyWorkload(recipe, prepared.tokenizer, classes, shape, objective, prepared=prepared)
 
 
-def reopen_workload(recipe: ClassifyRecipe, processor: Path, fingerprint: str) -> TextClassifyWorkload:
-    """Open the workload of a finished run from its `processor` folder."""
-    # Shape and classes are read from there: the data, or the model that the run started from, may be gone.
-    classes, shape, objective = _read_classes(processor), _read_shape(processor), Objective.load(recipe.loss, processor)
+def reopen_workload(recipe: ClassifyRecipe, processor_folder: Path, fingerprint: str) -> TextClassifyWorkload:
+    """Open the workload of a finished run from the folder of its saved processor."""
+    # Shape and classes are read from that folder: the data, or the model that the run started from, may be gone.
+    classes, shape = _read_classes(processor_folder), _read_shape(processor_folder)
+    objective = Objective.load(recipe.loss, processor_folder)
     return TextClassifyWorkload(
         recipe,
-        Tokenizer.load(processor),
+        Tokenizer.load(processor_folder),
         classes,
         shape,
         objective,
         expected_fingerprint=fingerprint,
-        processor=processor,
+        processor_folder=processor_folder,
     )
 
 
 def _prepare_texts(
-    recipe: ClassifyRecipe, progress: Callable[[str, int, int], None], *, processor: Path | None = None
+    recipe: ClassifyRecipe, progress: Callable[[str, int, int], None], *, processor_folder: Path | None = None
 ) -> PreparedData:
-    spec = resolve_tokenizer_spec(recipe, processor=processor)
+    spec = resolve_tokenizer_spec(recipe, processor_folder=processor_folder)
     return prepare_classify(recipe.data, spec, seed=recipe.seed, num_classes=recipe.model.num_labels, progress=progress)
 
 
@@ -102,13 +103,13 @@ class TextClassifyWorkload(Workload):
         *,
         prepared: PreparedData | None = None,
         expected_fingerprint: str | None = None,
-        processor: Path | None = None,
+        processor_folder: Path | None = None,
     ) -> None:
-        """Open with `prepared` data, or reopen from a finished run's `processor` folder and its data fingerprint."""
+        """Open with `prepared` data, or reopen from a finished run's `processor_folder` and its data fingerprint."""
         self.recipe, self.tokenizer, self.classes, self.shape = recipe, tokenizer, classes, shape
         self.objective = objective
-        self._processor = processor
-        base_folder = find_base_folder(recipe, processor=processor)
+        self._processor_folder = processor_folder
+        base_folder = find_base_folder(recipe, processor_folder=processor_folder)
         unknown = tokenizer.unk_token_id if recipe.model.word_dropout else None
         self.task: Classification = Classification(
             key="text",
@@ -169,7 +170,7 @@ class TextClassifyWorkload(Workload):
         return min(limits, default=None)
 
     def _prepare(self, recipe: ClassifyRecipe) -> PreparedData:
-        return _prepare_texts(recipe, lambda stage, done, total: None, processor=self._processor)
+        return _prepare_texts(recipe, lambda stage, done, total: None, processor_folder=self._processor_folder)
 
     def _read_table(self, prepared: PreparedData, name: str, *, is_training: bool) -> LabelledTexts:
         return self._open_texts(prepared, name)
@@ -201,8 +202,8 @@ class TextClassifyWorkload(Workload):
         probabilities = np.zeros((len(ids), len(self.classes)), np.float32)
         # Texts of similar length share a batch, which is padded to the longest.
         order = np.argsort([len(text) for text in ids], kind="stable")
-        for first in range(0, len(order), batch_size):
-            indices = order[first : first + batch_size]
+        for start in range(0, len(order), batch_size):
+            indices = order[start : start + batch_size]
             batch = {k: torch.from_numpy(v).to(device) for k, v in collator.collate([ids[i] for i in indices]).items()}
             logits = self.task.predict(models, batch).float()
             outputs = logits.sigmoid() if self.task.multi_label else logits.softmax(dim=1)
@@ -220,7 +221,7 @@ class TextClassifyWorkload(Workload):
     def export(self, models: Models, folder: Path) -> dict[str, Any]:
         """Write the model and its tokenizer.
 
-        The layout is that of transformers if the model is one of its own, else model.safetensors and a config.json that
+        The layout is that of transformers if transformers has the model, else model.safetensors and a config.json that
         describes the network in full.
         """
         folder.mkdir(parents=True, exist_ok=True)
@@ -268,7 +269,9 @@ class TextClassifyProcessor(FolderProcessor):
         self.objective.save(folder)
 
 
-def resolve_text_classifier_shape(recipe: ClassifyRecipe, vocab_size: int, names: Sequence[str]) -> TextClassifierShape:
+def resolve_text_classifier_shape(
+    recipe: ClassifyRecipe, vocab_size: int, class_names: Sequence[str]
+) -> TextClassifierShape:
     """Return the dimensions of the model: those of the recipe, and defaults for the rest."""
     model = recipe.model
     if model.kind == "pretrained":
@@ -276,7 +279,7 @@ def resolve_text_classifier_shape(recipe: ClassifyRecipe, vocab_size: int, names
         assert base_folder is not None, "the recipe schema requires model.from"
         shape = read_pretrained_shape(
             base_folder,
-            names,
+            class_names,
             multi_label=recipe.data.multi_label,
             dropout=model.dropout,
             attention_dropout=model.attention_dropout,
@@ -292,7 +295,7 @@ def resolve_text_classifier_shape(recipe: ClassifyRecipe, vocab_size: int, names
     if model.kind == "transformer":
         keys = ("hidden_size", "num_layers", "num_heads", "dropout", "attention_dropout")
     sizes = {key: value for key in keys if (value := getattr(model, key)) is not None}
-    common = {"vocab_size": model.vocab_size or vocab_size, "num_labels": len(names)}
+    common = {"vocab_size": model.vocab_size or vocab_size, "num_labels": len(class_names)}
     if model.kind == "transformer" and recipe.data.sequence_length is not None:
         sizes["max_positions"] = recipe.data.sequence_length
     try:
@@ -305,9 +308,9 @@ def resolve_text_classifier_shape(recipe: ClassifyRecipe, vocab_size: int, names
         ) from None
 
 
-def _read_shape(processor: Path) -> TextClassifierShape:
-    return read_metadata(processor / SHAPE_FILE, _SHAPE_ADAPTER.validate_json)
+def _read_shape(processor_folder: Path) -> TextClassifierShape:
+    return read_metadata(processor_folder / SHAPE_FILE, _SHAPE_ADAPTER.validate_json)
 
 
-def _read_classes(processor: Path) -> Classes:
-    return read_metadata(processor / CLASSES_FILE, lambda raw: Classes(tuple(map(str, json.loads(raw)))))
+def _read_classes(processor_folder: Path) -> Classes:
+    return read_metadata(processor_folder / CLASSES_FILE, lambda raw: Classes(tuple(map(str, json.loads(raw)))))

@@ -79,7 +79,7 @@ def reopen_workload(recipe: Recipe, processor: Path, fingerprint: str) -> Genera
     model = checked.model
     code_tokenizer = reopen_code_tokenizer(checked, processor) if model.backbone == "tokens" else None
     text = reopen_text_condition(checked, processor) if model.condition == "text" else None
-    base_folder = find_base_folder(checked, processor=processor)
+    base_folder = find_base_folder(checked, processor_folder=processor)
     metadata = read_generator_metadata(processor)
     if metadata.latents is not None:
         metadata = metadata.model_copy(update={"latents": metadata.latents.relocate(checked, processor)})

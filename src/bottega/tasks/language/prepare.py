@@ -56,8 +56,8 @@ def plan_language_data(data: TextData, spec: TokenizerSpec) -> PreparationPlan:
     def build_encoder(texts: PlannedTexts, folder: Path, progress: ProgressCallback) -> TokenEncoder:
         tokenizer = load_or_train_tokenizer(spec, pretrained, texts, folder / "tokenizer", progress)
         tokenizer.byte_lengths.astype("<i4").tofile(folder / BYTE_LENGTHS)
-        ends = not (tokenizer.kind == "characters" and _is_one_text(inputs))
-        return TokenEncoder(folder / "tokenizer", tokenizer.dtype.str, ends=ends)
+        has_end_token = not (tokenizer.kind == "characters" and _is_one_text(inputs))
+        return TokenEncoder(folder / "tokenizer", tokenizer.dtype.str, has_end_token=has_end_token)
 
     return PreparationPlan(
         task="language",
@@ -93,11 +93,12 @@ def _is_one_text(inputs: tuple[Input, ...]) -> bool:
 
 @dataclass(frozen=True)
 class TokenEncoder(Encoder):
-    """Encodes records as rows of tokens. Each process loads the tokenizer from `folder`."""
+    """Encodes records as rows of tokens. Each worker process loads the tokenizer from `folder`."""
 
     folder: Path
     dtype: str
-    ends: bool
+    has_end_token: bool
+    """Whether a document ends with an end-of-text token."""
     summed_entries: tuple[str, ...] = field(default=("documents", "bytes"), init=False)
 
     @property
@@ -115,23 +116,23 @@ class TokenEncoder(Encoder):
 
     def encode(self, records: Iterable[tuple[str, Record]]) -> Iterator[tuple[str, Row | BadRecord]]:
         tokenizer = open_tokenizer(self.folder)
-        end = np.array([tokenizer.eos_token_id], self.dtype)
+        end_token = np.array([tokenizer.eos_token_id], self.dtype)
         group: list[tuple[str, Record]] = []
         characters = 0
         for table, record in records:
             group.append((table, record))
             characters += len(record.fields["text"])
             if characters >= CHARACTERS_PER_CALL:
-                yield from self._encode_group(group, tokenizer, end)
+                yield from self._encode_group(group, tokenizer, end_token)
                 group, characters = [], 0
-        yield from self._encode_group(group, tokenizer, end)
+        yield from self._encode_group(group, tokenizer, end_token)
 
     def _encode_group(
-        self, group: list[tuple[str, Record]], tokenizer: Tokenizer, end: np.ndarray
+        self, group: list[tuple[str, Record]], tokenizer: Tokenizer, end_token: np.ndarray
     ) -> Iterator[tuple[str, Row | BadRecord]]:
         texts = [record.fields["text"] for _, record in group]
         for (table, record), text, ids in zip(group, texts, tokenizer.encode_documents(texts), strict=True):
             is_last = not record.fields.get(HAS_NEXT_PIECE, False)
-            tokens = np.concatenate((ids, end)) if is_last and self.ends else ids
+            tokens = np.concatenate((ids, end_token)) if is_last and self.has_end_token else ids
             size = len(text) if text.isascii() else len(text.encode())
             yield table, {"tokens": tokens, "key": record.key, "documents": int(is_last), "bytes": size}

@@ -36,7 +36,7 @@ def generate_tokens(
     stop_token: int | None = None,
     device: torch.device | str = "cpu",
 ) -> Iterator[list[int | None]]:
-    """Yield the next token of each prompt until all have ended; None for a prompt that has produced `stop_token` before.
+    """Yield the next token of each prompt until all have stopped; None for a prompt that has produced `stop_token` before.
 
     Prompts may differ in length and do not influence each other. Tokens are sampled with the Gumbel-max trick, with noise
     that depends on the seed, the index of the new token and the row, so a seed gives the same text on any device up to
@@ -125,7 +125,7 @@ def _compute_next_logits(
 def _prefill(
     model: Transformer, rows: list[_Row], indices: list[int], cache: DecoderCache, *, device: torch.device | str
 ) -> Tensor:
-    """Read the windows of the rows `chosen` from position 0 and return the hidden state of each one's last token.
+    """Read the windows of the rows `indices` from position 0; return the hidden state of each one's last token, (indices, width).
 
     Short rows are padded on the right, where causal attention does not look. The keys and values of padding are overwritten
     in the cache before a later token sees them, and padding does not enter the state of a state-space model.
@@ -148,12 +148,12 @@ def _prefill(
     return hidden[torch.arange(len(indices), device=device), ends].float()
 
 
-def apply_repetition_penalty(logits: Tensor, previous: list[list[int]], *, penalty: float) -> Tensor:
+def apply_repetition_penalty(logits: Tensor, previous_tokens: list[list[int]], *, penalty: float) -> Tensor:
     """Lower the logits of the tokens that each row already has, prompt included (Keskar et al., 2019)."""
     if penalty == 1.0:
         return logits
     is_repeated = torch.zeros_like(logits, dtype=torch.bool)
-    for row, tokens in zip(is_repeated, previous, strict=True):
+    for row, tokens in zip(is_repeated, previous_tokens, strict=True):
         row[torch.tensor(sorted(set(tokens)), device=logits.device)] = True
     return torch.where(is_repeated, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 

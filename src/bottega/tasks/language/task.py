@@ -136,7 +136,7 @@ class Language(Task):
         )
         if rates is not None and shape.spiking_units is not None:
             activity = unit_activity(rates.flatten(0, 1)[None], shape.spiking_units.highest_rate).view(rates.shape)
-            # In an example, a unit is dead (0) if it is so at every token, and saturated (2) likewise; padding does not count.
+            # A unit is dead (0) or saturated (2) in an example if it is so at every token; padding does not count.
             is_token = is_counted[..., None]
             min_activity, max_activity = (
                 activity.masked_fill(~is_token, 2).amin(1),

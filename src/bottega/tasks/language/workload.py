@@ -56,18 +56,23 @@ def open_workload(recipe: Recipe, *, progress: Callable[[str, int, int], None]) 
     return workload
 
 
-def reopen_workload(recipe: Recipe, processor: Path, fingerprint: str) -> LanguageWorkload:
-    """Open the workload of a finished run from its `processor` folder."""
+def reopen_workload(recipe: Recipe, processor_folder: Path, fingerprint: str) -> LanguageWorkload:
+    """Open the workload of a finished run from the folder of its saved processor."""
     assert isinstance(recipe, LanguageRecipe)
-    # The shape is read from there, because the model that the run started from may be gone.
+    # The shape is read from that folder, because the model that the run started from may be gone.
     try:
-        shape = TransformerShape.model_validate_json((processor / SHAPE_FILE).read_bytes())
+        shape = TransformerShape.model_validate_json((processor_folder / SHAPE_FILE).read_bytes())
     except (OSError, ValidationError):
         raise CheckpointError(
-            f"cannot read {processor / SHAPE_FILE}; run the training command again to rewrite it"
+            f"cannot read {processor_folder / SHAPE_FILE}; run the training command again to rewrite it"
         ) from None
     return LanguageWorkload(
-        recipe, Tokenizer.load(processor), None, shape=shape, expected_fingerprint=fingerprint, processor=processor
+        recipe,
+        Tokenizer.load(processor_folder),
+        None,
+        shape=shape,
+        expected_fingerprint=fingerprint,
+        processor_folder=processor_folder,
     )
 
 
@@ -86,17 +91,17 @@ class LanguageWorkload(Workload):
         *,
         shape: TransformerShape | None = None,
         expected_fingerprint: str | None = None,
-        processor: Path | None = None,
+        processor_folder: Path | None = None,
     ) -> None:
-        """Open with `prepared` data, or reopen from a finished run's `processor` folder and its data fingerprint."""
+        """Open with `prepared` data, or reopen from a finished run's `processor_folder` and its data fingerprint."""
         self.recipe, self.tokenizer = recipe, tokenizer
-        self._processor = processor
+        self._processor_folder = processor_folder
         self.shape = shape or resolve_decoder_shape(recipe, tokenizer.vocab_size)
         self.sequence_length = recipe.data.sequence_length or self.shape.context
-        base_folder = find_base_folder(recipe, processor=processor)
-        weights = recipe.model.model_dump(include={"balance_weight", "z_weight"}, exclude_none=True)
+        base_folder = find_base_folder(recipe, processor_folder=processor_folder)
+        loss_weights = recipe.model.model_dump(include={"balance_weight", "z_weight"}, exclude_none=True)
         self.task: Language = Language(
-            shape=self.shape, pretrained=str(base_folder) if base_folder else None, **weights
+            shape=self.shape, pretrained=str(base_folder) if base_folder else None, **loss_weights
         )
         self.metrics = (*type(self).metrics, *self.task.evaluation_metrics)
         self.data = TableData(
@@ -120,7 +125,7 @@ class LanguageWorkload(Workload):
         )
 
     def _prepare(self, recipe: LanguageRecipe) -> PreparedData:
-        spec = resolve_tokenizer_spec(recipe, processor=self._processor)
+        spec = resolve_tokenizer_spec(recipe, processor_folder=self._processor_folder)
         return prepare_language(recipe.data, spec, progress=lambda stage, done, total: None)
 
     def _read_table(self, prepared: PreparedData, name: str, *, is_training: bool) -> Source:
@@ -153,8 +158,8 @@ class LanguageWorkload(Workload):
 
     def export(self, models: Models, folder: Path) -> dict[str, Any]:
         """Write the model in the layout of transformers if it has the architecture, else in our own, which `model.from` reads."""
-        end, state = self.tokenizer.eos_token_id, models["model"].state_dict()
-        export_transformers(state, self.shape, folder, bos_token_id=end, eos_token_id=end)
+        eos_token_id, state = self.tokenizer.eos_token_id, models["model"].state_dict()
+        export_transformers(state, self.shape, folder, bos_token_id=eos_token_id, eos_token_id=eos_token_id)
         self.tokenizer.save(folder)
         library = "bottega" if select_layout(self.shape, state) == OWN_MODEL_TYPE else "transformers"
         return {"library_name": library, "pipeline_tag": "text-generation"}
@@ -245,16 +250,18 @@ class LanguageSampler(Sampler):
         if num_texts > MAX_TEXTS:
             raise UsageError(f"--count {count}: {num_texts:,} texts at once are too many; the maximum is {MAX_TEXTS:,}")
         prompts = [text for text in ([prompt] if isinstance(prompt, str) else prompt) for _ in range(count)]
-        rows = [list(map(int, self.tokenizer.encode(text))) or [self.tokenizer.eos_token_id] for text in prompts]
         eos_token_id = self.tokenizer.eos_token_id
-        token_stream = stream if len(rows) == 1 else None
+        prompt_tokens = [list(map(int, self.tokenizer.encode(text))) or [eos_token_id] for text in prompts]
+        token_stream = stream if len(prompts) == 1 else None
         decoder = self.tokenizer.stream_decoder()
         if token_stream:
             token_stream.write(prompts[0])
-        generated: list[list[int]] = [[] for _ in rows]
+        generated: list[list[int]] = [[] for _ in prompts]
         options = {"max_new_tokens": max_tokens, "temperature": temperature, **options}
-        for tokens in generate_tokens(models["model"], rows, device=device, stop_token=eos_token_id, **options):
-            for i, token in enumerate(tokens):
+        for next_tokens in generate_tokens(
+            models["model"], prompt_tokens, device=device, stop_token=eos_token_id, **options
+        ):
+            for i, token in enumerate(next_tokens):
                 if token is not None and token != eos_token_id:
                     generated[i].append(token)
                     if token_stream:
@@ -308,17 +315,19 @@ def _resolve_base_dimensions(recipe: LanguageRecipe, explicit: dict[str, Any], v
     base_folder = find_base_folder(recipe)
     assert base_folder is not None, "the recipe has model.from"
     shape = read_decoder_shape(base_folder)
-    base = shape_to_recipe_keys(shape)
+    base_values = shape_to_recipe_keys(shape)
     # transformer is the default and may not have been set explicitly, so any kind in the folder is accepted.
     kind = {"kind": recipe.model.kind} if recipe.model.kind != "transformer" else {}
     loss_weights = ("balance_weight", "z_weight") if shape.experts is not None else ()
     for key, value in sorted({**kind, **explicit}.items()):
         # A bias takes part in the choice of experts, so weights that were trained with one keep it.
-        is_free = key in TRAINING_KEYS and key in base and not (key == "balance" and base[key] == "bias")
-        if not is_free and key not in loss_weights and value != base.get(key):
-            raise UsageError(f"model.{key}: {value} differs from {base.get(key, 'none')} of model.from; remove it")
+        is_free = key in TRAINING_KEYS and key in base_values and not (key == "balance" and base_values[key] == "bias")
+        if not is_free and key not in loss_weights and value != base_values.get(key):
+            raise UsageError(
+                f"model.{key}: {value} differs from {base_values.get(key, 'none')} of model.from; remove it"
+            )
     if shape.experts is not None and "balance_weight" in explicit:
-        problem = describe_balance_problem(explicit.get("balance", base["balance"]), explicit["balance_weight"])
+        problem = describe_balance_problem(explicit.get("balance", base_values["balance"]), explicit["balance_weight"])
         if problem is not None:
             raise UsageError(f"model.balance_weight: {problem}")
     if shape.vocab_size < vocab_size:

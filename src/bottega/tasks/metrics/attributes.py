@@ -24,7 +24,10 @@ def index_attribute_values(names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     for attribute, values in attributes.items():
         for value in sorted(set(values)):
             value_indices[attribute, value] = len(value_indices)
-    return tuple(tuple(value_indices[a, attributes[a][i]] for a in attributes) for i in range(len(names)))
+    return tuple(
+        tuple(value_indices[attribute, values[i]] for attribute, values in attributes.items())
+        for i in range(len(names))
+    )
 
 
 def conditional_accuracy(predicted: np.ndarray, requested: np.ndarray, names: Sequence[str]) -> dict[str, float]:
@@ -38,8 +41,9 @@ def conditional_accuracy(predicted: np.ndarray, requested: np.ndarray, names: Se
         return {}
     result = {"conditional_accuracy": float((predicted == requested).mean())}
     for attribute, values in parse_attributes(names).items():
-        table = np.array(values)
-        result[f"{attribute}_accuracy"] = float(((table[predicted] == table[requested]) & (predicted >= 0)).mean())
+        class_values = np.array(values)
+        is_correct = (class_values[predicted] == class_values[requested]) & (predicted >= 0)
+        result[f"{attribute}_accuracy"] = float(is_correct.mean())
     return result
 
 

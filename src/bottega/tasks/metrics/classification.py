@@ -94,7 +94,7 @@ def average_metrics(metrics: PerClass) -> dict[str, float]:
 
 
 def reliability_bins(confidence: np.ndarray, is_correct: np.ndarray, *, num_bins: int = NUM_BINS) -> Reliability:
-    """Return decisions binned by confidence into `bins` of equal width; a bin includes its upper edge."""
+    """Return decisions binned by confidence into `num_bins` bins of equal width; a bin includes its upper edge."""
     confidence, is_correct = np.asarray(confidence, np.float64).ravel(), np.asarray(is_correct).ravel()
     edges = np.linspace(0.0, 1.0, num_bins + 1)
     bin_index = np.clip(np.searchsorted(edges, confidence, side="left") - 1, 0, num_bins - 1)
@@ -178,5 +178,6 @@ def classification_metrics(probabilities: np.ndarray, labels: np.ndarray) -> dic
     return {name: value for name, value in metrics.items() if not math.isnan(value)}
 
 
-def _divide(part: np.ndarray, total: np.ndarray) -> np.ndarray:
-    return np.divide(part, total, out=np.zeros(len(total)), where=total > 0)
+def _divide(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
+    """Return the quotient, 0 where the denominator is 0."""
+    return np.divide(numerator, denominator, out=np.zeros(len(denominator)), where=denominator > 0)

@@ -1,6 +1,6 @@
 """The direction of motion in a video: the velocity at which later frames correlate with earlier ones.
 
-F frames, H x W size of a frame, C channels, K largest distance of compared frames.
+F frames, H x W size of a frame, C channels, K the largest number of frames between two that are compared.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 DIRECTIONS = ("left", "right", "up", "down")
 
 MAX_FRAME_DISTANCE = 4
-"""Largest distance of compared frames: enough for half a pixel a frame to show, and not so far that an object has left."""
+"""Largest number of frames between two that are compared: enough for half a pixel a frame to show, and not so far that an object has left."""
 VELOCITY_STEP = 0.25
 """Pixels per frame between candidate velocities."""
 MAX_VELOCITY = 0.25

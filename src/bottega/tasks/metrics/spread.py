@@ -56,13 +56,13 @@ def nearest_distances(x: np.ndarray, reference: np.ndarray, *, max_rows: int = M
     return distances
 
 
-def nearest_ratio(generated: np.ndarray, held_out: np.ndarray) -> float:
-    """Return the median distance to the training data of generated samples over that of held-out samples.
+def nearest_ratio(generated_distances: np.ndarray, held_out_distances: np.ndarray) -> float:
+    """Return the median distance of generated samples to the training data over that of held-out samples.
 
-    0 for a model that returns training samples, about 1 for new data; NaN if half of the held-out data is also training data.
+    Both arguments are what `nearest_distances` returns. 0 for a model that returns training samples, about 1 for new data; NaN if half of the held-out data is also training data.
     """
-    reference = np.median(held_out)
-    return float(np.median(generated) / reference) if reference > 0 else math.nan
+    reference = np.median(held_out_distances)
+    return float(np.median(generated_distances) / reference) if reference > 0 else math.nan
 
 
 def _compute_class_variances(x: np.ndarray, labels: np.ndarray) -> dict[int, float]:
@@ -76,9 +76,9 @@ def _compute_class_variances(x: np.ndarray, labels: np.ndarray) -> dict[int, flo
 def _compute_variance(flat: np.ndarray, indices: np.ndarray) -> float:
     """Return the unbiased variance of rows summed over values, in float64 a chunk at a time."""
     rows = max(1, min(MAX_CHUNK_ROWS, MAX_CHUNK_VALUES // max(flat.shape[1], 1)))
-    parts = [indices[start : start + rows] for start in range(0, len(indices), rows)]
-    mean = sum(flat[part].sum(0, dtype=np.float64) for part in parts) / len(indices)
-    return float(sum(((flat[part] - mean) ** 2).sum() for part in parts) / (len(indices) - 1))
+    chunks = [indices[start : start + rows] for start in range(0, len(indices), rows)]
+    mean = sum(flat[chunk].sum(0, dtype=np.float64) for chunk in chunks) / len(indices)
+    return float(sum(((flat[chunk] - mean) ** 2).sum() for chunk in chunks) / (len(indices) - 1))
 
 
 def _find_nearest(x: np.ndarray, reference: np.ndarray) -> np.ndarray:

@@ -95,7 +95,7 @@ def reads_text(part: Recipe) -> bool:
 
 
 def get_tokenizer_rank(part: Recipe) -> int:
-    """Return a sort key of parts: the first one's tokenizer is used by all texts.
+    """Return a sort key of parts: the tokenizer of the lowest one is used for the texts of all parts.
 
     Pretrained weights come first, since their tokenizer is fixed; then language models, whose tokenizer is reversible.
     """
@@ -110,7 +110,7 @@ def use_tokenizer(part: Any, folder: str) -> Any:
     return part.model_copy(update={"data": part.data.model_copy(update={"tokenizer": tokenizer})})
 
 
-def read_saved_recipe(processor: Path, name: str) -> Recipe | None:
+def read_saved_recipe(processor_folder: Path, name: str) -> Recipe | None:
     """Return the recipe of a part that was saved with the run, None if there is none."""
-    path = processor / f"{name}.yaml"
+    path = processor_folder / f"{name}.yaml"
     return load_recipe([path]).recipe if path.is_file() else None

@@ -17,20 +17,23 @@ from bottega.tasks.processor import Processor
 from bottega.tasks.workload import Workload
 
 PARTS_FILE = "parts.json"
+SHARED_TOKENIZER_KEY = "given_tokenizer"
+"""Key in that file: the parts that use the tokenizer of another part."""
 
 
 @final
 class MultitaskProcessor(Processor):
-    """The processors and recipes of all parts; `given_tokenizer` names the parts that use another part's tokenizer."""
+    """The processors and recipes of all parts; `parts_with_shared_tokenizer` use another part's tokenizer."""
 
     def __init__(
         self,
         recipes: Mapping[str, Recipe],
         parts: Mapping[str, Workload],
         data: MultitaskData,
-        given_tokenizer: Sequence[str],
+        parts_with_shared_tokenizer: Sequence[str],
     ) -> None:
-        self.recipes, self.parts, self.data, self.given_tokenizer = recipes, parts, data, list(given_tokenizer)
+        self.recipes, self.parts, self.data = recipes, parts, data
+        self.parts_with_shared_tokenizer = list(parts_with_shared_tokenizer)
 
     def save(self, folder: Path) -> None:
         """Save each part's processor and recipe: the recipe file that it came from may change or disappear."""
@@ -48,13 +51,17 @@ class MultitaskProcessor(Processor):
             with replacing_file(folder / f"{name}.yaml") as file:
                 file.write_text(to_yaml(self.recipes[name]), encoding="utf-8")
         with replacing_file(folder / PARTS_FILE) as file:
-            metadata = {"data": self.data.part_fingerprints(), "given_tokenizer": self.given_tokenizer}
+            metadata = {
+                "data": self.data.part_fingerprints(),
+                SHARED_TOKENIZER_KEY: self.parts_with_shared_tokenizer,
+            }
             file.write_text(json.dumps(metadata, indent=1) + "\n")
 
 
 def _affects_part(key: str) -> bool:
     """Whether a key of a part's recipe has an effect.
 
-    Training belongs to the whole run, except the form of a part's loss; a tokenizer from another part lies in the cache.
+    Training and evaluation settings are those of the whole run, except label smoothing, which changes the loss of a part. The
+    path of a tokenizer from another part lies in the cache and may change.
     """
     return not key.startswith(("training.", "evaluation.", "data.tokenizer.path")) or key == "training.label_smoothing"

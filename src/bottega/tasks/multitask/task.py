@@ -46,9 +46,9 @@ class Multitask(Task):
         specs = {name: part.specs() for name, part in self.parts.items()}
         # Shared layers are taken from a part with pretrained weights, if there is one.
         pretrained_first = sorted(self.parts, key=lambda name: getattr(self.parts[name], "pretrained", None) is None)
-        models = {name: own.pop("model") for name, own in specs.items()}
+        models = {name: part_specs.pop("model") for name, part_specs in specs.items()}
         options = {"priority": pretrained_first, "log_variances": self.balance == "uncertainty"}
-        frozen = {f"{name}/{inner}": spec for name, own in specs.items() for inner, spec in own.items()}
+        frozen = {f"{name}/{inner}": spec for name, part_specs in specs.items() for inner, spec in part_specs.items()}
         return {"model": ModelSpec("bottega.models.multitask:MultitaskModel", options=options, parts=models), **frozen}
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
@@ -105,13 +105,15 @@ class Multitask(Task):
         return state
 
     def update(self, tensors: Mapping[str, Array], batch_stats: Mapping[str, Array], rng: Noise) -> Mapping[str, Array]:
-        """Apply the updates of the parts one after the other; of a shared tensor, each part gets the value that the part before it has set."""
+        """Apply the updates of the parts in order; a part reads a shared tensor as the parts before it have updated it."""
         updated: dict[str, Array] = {}
         latest_values: dict[int, Array] = {}  # by identity: a shared tensor has a name in each part
         for name, part in self.parts.items():
             all_names = {key: key for key in tensors}
             names = {**select_part_tensors(name, all_names), **strip_prefix(name, all_names)}
-            part_values = {key: latest_values.get(id(tensors[full]), tensors[full]) for key, full in names.items()}
+            part_values = {
+                key: latest_values.get(id(tensors[full_name]), tensors[full_name]) for key, full_name in names.items()
+            }
             stats = _drop_padding(strip_prefix(name, batch_stats), part.update_inputs)
             for key, new_value in part.update(part_values, stats, _derive_part_rng(name, rng)).items() if stats else ():
                 updated[names[key]] = latest_values[id(tensors[names[key]])] = new_value
@@ -130,15 +132,15 @@ def _derive_part_rng(name: str, rng: Noise) -> Noise:
     return replace(rng, seed=derive_seed("part", name, rng.seed))
 
 
-def _drop_padding(stats: dict[str, Array], rows: tuple[str, ...]) -> dict[str, Array]:
-    """Return a part's statistics without the padding rows of `rows`.
+def _drop_padding(stats: dict[str, Array], row_names: tuple[str, ...]) -> dict[str, Array]:
+    """Return a part's statistics; those named by `row_names` have a row for each example and lose their padding rows.
 
-    Without padding there is no COUNTED: selecting rows by a mask on the device makes the host wait.
+    A batch without padding has no COUNTED, since selecting rows by a mask on the device makes the host wait.
     """
     counted = stats.pop(COUNTED, None)
     if counted is None:
         return stats
-    return {key: value[counted > 0] if key in rows else value for key, value in stats.items()}
+    return {key: value[counted > 0] if key in row_names else value for key, value in stats.items()}
 
 
 def add_prefix(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -167,7 +169,7 @@ def select_part_batch(batch: Batch, name: str) -> dict[str, Any]:
 
 
 def build_part_models(models: Models, name: str) -> dict[str, Any]:
-    """Return the models for the loss of a part, which calls its own through the whole model, since that may be wrapped."""
+    """Return the models for the loss of a part; its module is called through the whole model, which may be wrapped."""
     return {"model": _PartCall(models["model"], name), **strip_prefix(name, models)}
 
 

@@ -25,7 +25,7 @@ from bottega.tasks.multitask.part_recipes import (
     reads_text,
     use_tokenizer,
 )
-from bottega.tasks.multitask.processor import PARTS_FILE, MultitaskProcessor
+from bottega.tasks.multitask.processor import PARTS_FILE, SHARED_TOKENIZER_KEY, MultitaskProcessor
 from bottega.tasks.multitask.sampler import MultitaskSampler, select_part
 from bottega.tasks.multitask.task import Multitask, add_prefix, get_part_modules, strip_prefix
 from bottega.tasks.prediction import NewSamples
@@ -38,39 +38,44 @@ def open_workload(recipe: Recipe, *, progress: ProgressCallback) -> MultitaskWor
     recipes: dict[str, Any] = {name: build_part_recipe(recipe, name) for name in recipe.data.parts}
     parts: dict[str, Workload] = {}
     tokenizer: str | None = None
-    given_tokenizer: list[str] = []
+    parts_with_shared_tokenizer: list[str] = []
     for name in sorted(recipes, key=lambda name: get_tokenizer_rank(recipes[name])):
         part_recipe = recipes[name]
         if reads_text(part_recipe) and tokenizer is not None and part_recipe.model.from_ is None:
             recipes[name] = use_tokenizer(part_recipe, tokenizer)
-            given_tokenizer.append(name)
+            parts_with_shared_tokenizer.append(name)
         parts[name] = _call_for_part(name, partial(registry.open_workload, recipes[name], progress=progress))
         if reads_text(part_recipe) and tokenizer is None:
             tokenizer = str(parts[name].data.prepared.folder / "tokenizer")  # type: ignore[attr-defined]
     ordered_parts = {name: parts[name] for name in recipes}
-    workload = MultitaskWorkload(recipe, recipes, ordered_parts, given_tokenizer=given_tokenizer)
+    workload = MultitaskWorkload(
+        recipe, recipes, ordered_parts, parts_with_shared_tokenizer=parts_with_shared_tokenizer
+    )
     workload.check_parts()
     return workload
 
 
-def reopen_workload(recipe: Recipe, processor: Path, fingerprint: str) -> MultitaskWorkload:
-    """Open all parts of a finished run from what was saved with it."""
+def reopen_workload(recipe: Recipe, processor_folder: Path, fingerprint: str) -> MultitaskWorkload:
+    """Open all parts of a finished run from the folder of its saved processor."""
     assert isinstance(recipe, MultitaskRecipe)
-    metadata = read_metadata(processor / PARTS_FILE, json.loads)
+    metadata = read_metadata(processor_folder / PARTS_FILE, json.loads)
     recipes, parts = {}, {}
     for name in recipe.data.parts:
-        part_recipe = read_saved_recipe(processor, name)
+        part_recipe = read_saved_recipe(processor_folder, name)
         if part_recipe is None:
-            raise MetadataMissing(f"cannot read {processor / name}.yaml; run the training command again to rewrite it")
-        if name in metadata["given_tokenizer"]:
-            part_recipe = use_tokenizer(part_recipe, str(processor / name))  # the cache that it came from may be gone
+            raise MetadataMissing(
+                f"cannot read {processor_folder / name}.yaml; run the training command again to rewrite it"
+            )
+        if name in metadata[SHARED_TOKENIZER_KEY]:
+            # The cache that the tokenizer came from may be gone.
+            part_recipe = use_tokenizer(part_recipe, str(processor_folder / name))
         recipes[name] = part_recipe
-        parts[name] = registry.reopen_workload(part_recipe, processor / name, str(metadata["data"][name]))
-    return MultitaskWorkload(recipe, recipes, parts, given_tokenizer=metadata["given_tokenizer"])
+        parts[name] = registry.reopen_workload(part_recipe, processor_folder / name, str(metadata["data"][name]))
+    return MultitaskWorkload(recipe, recipes, parts, parts_with_shared_tokenizer=metadata[SHARED_TOKENIZER_KEY])
 
 
 def _call_for_part(name: str, function: Callable[[], Any]) -> Any:
-    """Call `work`; an error names the part that it is about."""
+    """Call `function`; an error message names the part."""
     try:
         return function()
     except BottegaError as error:
@@ -87,9 +92,12 @@ class MultitaskWorkload(Workload):
         recipes: Mapping[str, Recipe],
         parts: Mapping[str, Workload],
         *,
-        given_tokenizer: Sequence[str],
+        parts_with_shared_tokenizer: Sequence[str],
     ) -> None:
-        """`recipes` are the complete ones of the parts; `given_tokenizer` names the parts that use another's tokenizer."""
+        """Join the parts, whose complete recipes are `recipes`.
+
+        `parts_with_shared_tokenizer` names those that use the tokenizer of another part.
+        """
         self.recipe, self.recipes, self.parts = recipe, dict(recipes), dict(parts)
         self.weights = {name: part.weight for name, part in recipe.data.parts.items()}
         self.task = Multitask(
@@ -97,7 +105,7 @@ class MultitaskWorkload(Workload):
         )
         self.unit = next(iter(parts.values())).unit
         self.data = MultitaskData(recipe, self.parts, lambda: self.sharing_summary)
-        self.processor = MultitaskProcessor(self.recipes, self.parts, self.data, given_tokenizer)
+        self.processor = MultitaskProcessor(self.recipes, self.parts, self.data, parts_with_shared_tokenizer)
         self.sampler = MultitaskSampler(recipe, self.parts)
 
     def check_parts(self) -> None:
@@ -151,8 +159,8 @@ class MultitaskWorkload(Workload):
         for names in model.plan.values():
             groups[tuple(names)] = groups.get(tuple(names), 0) + 1
         shared = "; ".join(f"{count} layers by {', '.join(parts)}" for parts, count in groups.items())
-        own_sizes = ", ".join(f"{name} {number:,}" for name, number in sizes.items())
-        return f"shared: {shared}: {num_shared:,} parameters (with their own: {own_sizes})"
+        part_sizes = ", ".join(f"{name} {number:,}" for name, number in sizes.items())
+        return f"shared: {shared}: {num_shared:,} parameters (each part in total: {part_sizes})"
 
     def summarise(self, metrics: dict[str, float]) -> dict[str, float]:
         """Return the weighted sum of the parts' losses, the main metric of each part, and all metrics of the parts."""
@@ -179,7 +187,7 @@ class MultitaskWorkload(Workload):
         return {"loss": total, **main_metrics, **all_metrics}
 
     def predict_samples(
-        self, models: Models, new: NewSamples, *, part: str | None, device: Any
+        self, models: Models, new_samples: NewSamples, *, part: str | None, device: Any
     ) -> list[dict[str, Any]]:
         inputs = {workload.predictor.input for workload in self.parts.values() if workload.predictor is not None}
         ordered_inputs = [kind for kind in ("texts", "rows", "files") if kind in inputs]
@@ -189,7 +197,7 @@ class MultitaskWorkload(Workload):
             return workload.predictor is not None and workload.predictor.input in accepted_inputs
 
         name = select_part(self.parts, part, is_able=can_predict, verb="predict")
-        return self.parts[name].predict_samples(get_part_modules(models, name), new, part=None, device=device)
+        return self.parts[name].predict_samples(get_part_modules(models, name), new_samples, part=None, device=device)
 
     def export(self, models: Models, folder: Path) -> dict[str, Any]:
         """Write a folder for each part, each in the layout of its own task."""

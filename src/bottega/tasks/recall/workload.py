@@ -44,7 +44,7 @@ def open_workload(recipe: Recipe, *, progress: Callable[[str, int, int], None]) 
     return RecallWorkload(recipe)
 
 
-def reopen_workload(recipe: Recipe, processor: Path, fingerprint: str) -> RecallWorkload:
+def reopen_workload(recipe: Recipe, processor_folder: Path, fingerprint: str) -> RecallWorkload:
     """Open the workload of a finished run; raise DataError if its data would be generated differently now."""
     assert isinstance(recipe, RecallRecipe | LastingRecipe)
     workload = RecallWorkload(recipe)

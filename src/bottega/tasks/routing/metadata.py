@@ -94,8 +94,8 @@ def apply_pretrained_scale(folder: Path, metadata: RoutingMetadata) -> RoutingMe
             for key, (pretrained_value, _) in differences.items()
             if key not in DATA_FIELDS
         ]
-        data = "give it data like its training data" if differences.keys() & DATA_FIELDS.keys() else ""
-        remedy = "; ".join(filter(None, (data, f"set {' '.join(changes)}" if changes else "")))
+        data_remedy = "give it data like its training data" if differences.keys() & DATA_FIELDS.keys() else ""
+        remedy = "; ".join(filter(None, (data_remedy, f"set {' '.join(changes)}" if changes else "")))
         raise UsageError(f"model.from: {folder} has {description}; {remedy}")
     for pretrained_value, own_value in zip(pretrained.classes, metadata.classes, strict=True):
         if pretrained_value != own_value:
@@ -106,7 +106,7 @@ def apply_pretrained_scale(folder: Path, metadata: RoutingMetadata) -> RoutingMe
 
 
 def _find_differences(pretrained: BaseModel, own: BaseModel) -> dict[str, tuple[Any, Any]]:
-    """Return recipe key -> (their value, our value) for every field that weights depend on and that differs."""
+    """Return recipe key -> (pretrained value, own value) for every field that weights depend on and that differs."""
     differences: dict[str, tuple[Any, Any]] = {}
     inner_shapes: list[tuple[BaseModel, BaseModel]] = []
     for field, pretrained_value in pretrained:

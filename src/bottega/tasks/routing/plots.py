@@ -26,7 +26,7 @@ def describe_routing(
 ) -> str:
     """Return a report of the accuracy, the expert load and the rules that each expert receives.
 
-    `load` is (experts,); `counts` (rules, experts) counts each sample for the first of its `top_k` experts.
+    `samples` describes the samples in words, such as "300 held-out samples"; `load` is (experts,); `counts` (rules, experts) counts each sample for the first of its `top_k` experts.
     """
     optimum = f" (Bayes-optimal {bayes_accuracy:.4f})" if bayes_accuracy is not None else ""
     lines = [f"accuracy      {accuracy:.4f} on {samples}{optimum}"]

@@ -85,11 +85,11 @@ def open_workload(recipe: Recipe, *, progress: Callable[[str, int, int], None]) 
     return RoutingWorkload(recipe, metadata, prepared=prepared)
 
 
-def reopen_workload(recipe: Recipe, processor: Path, fingerprint: str) -> RoutingWorkload:
-    """Open the workload of a finished run from its `processor` folder."""
+def reopen_workload(recipe: Recipe, processor_folder: Path, fingerprint: str) -> RoutingWorkload:
+    """Open the workload of a finished run from the folder of its saved processor."""
     assert isinstance(recipe, RoutingRecipe)
-    metadata = read_metadata(processor / METADATA_FILE, RoutingMetadata.model_validate_json)
-    return RoutingWorkload(recipe, metadata, expected_fingerprint=fingerprint, processor=processor)
+    metadata = read_metadata(processor_folder / METADATA_FILE, RoutingMetadata.model_validate_json)
+    return RoutingWorkload(recipe, metadata, expected_fingerprint=fingerprint, processor_folder=processor_folder)
 
 
 @final
@@ -105,10 +105,10 @@ class RoutingWorkload(Workload):
         *,
         prepared: PreparedData | None = None,
         expected_fingerprint: str | None = None,
-        processor: Path | None = None,
+        processor_folder: Path | None = None,
     ) -> None:
-        """Open with `prepared` data, or reopen from a finished run's `processor` folder and its data fingerprint."""
-        base_folder = find_base_folder(recipe, processor=processor)
+        """Open with `prepared` data, or reopen from a finished run's `processor_folder` and its data fingerprint."""
+        base_folder = find_base_folder(recipe, processor_folder=processor_folder)
         if base_folder is not None:
             metadata = apply_pretrained_scale(base_folder, metadata)
         self.recipe, self.metadata, self.classes = recipe, metadata, Classes(metadata.classes)
@@ -208,8 +208,8 @@ class RoutingWorkload(Workload):
             )
         probabilities = [np.zeros((0, len(self.classes)), np.float32)]
         chosen = [np.zeros((0, self.metadata.shape.experts.top_k), np.int64)]
-        for first in range(0, len(rows), batch_size):
-            chunk = np.ascontiguousarray(rows[first : first + batch_size], np.float32)
+        for start in range(0, len(rows), batch_size):
+            chunk = np.ascontiguousarray(rows[start : start + batch_size], np.float32)
             out = self.task.predict(models, torch.from_numpy(chunk).to(device))
             probabilities.append(out.logits.float().softmax(1).cpu().numpy())
             chosen.append(out.routing.chosen.cpu().numpy())
@@ -244,10 +244,10 @@ class RoutingSampler(Sampler):
         source = held_out or self.data.training()
         index = np.arange(min(MAX_PLOTTED_SAMPLES, len(source)))
         rows = source.rows(index, np.zeros(len(index), np.int64))
-        size = self.recipe.evaluation.batch_size or self.recipe.training.batch_size
+        batch_size = self.recipe.evaluation.batch_size or self.recipe.training.batch_size
         outputs = [
-            self.task.predict(models, torch.from_numpy(rows["x"][start : start + size]).to(device))
-            for start in range(0, len(index), size)
+            self.task.predict(models, torch.from_numpy(rows["x"][start : start + batch_size]).to(device))
+            for start in range(0, len(index), batch_size)
         ]
         chosen = torch.cat([out.routing.chosen for out in outputs]).cpu().numpy()
         predicted = torch.cat([out.logits for out in outputs]).argmax(1).cpu().numpy()
@@ -360,7 +360,7 @@ def _check_num_rules(recipe: RoutingRecipe, num_rules: int | None) -> None:
 
 
 def _compute_firing_rate(spikes: Sequence[torch.Tensor]) -> float | None:
-    """Return the mean over all samples of all batches, or None without spikes."""
+    """Return the mean over all samples of all batches of spikes, (steps, batch, units) each; None without spikes."""
     return float(sum(batch.sum() for batch in spikes)) / sum(batch.numel() for batch in spikes) if spikes else None
 
 
