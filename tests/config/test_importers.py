@@ -656,7 +656,7 @@ def collect_handled_keys(kind: str) -> set[str]:
     skipped = {
         key
         for table in tables
-        for part in (table.no_counterpart, table.not_built_yet, table.meaningless)
+        for part in (table.no_counterpart, table.not_implemented_yet, table.not_applicable)
         for key in part
     }
     configs = [parse_yaml(snippet, "s").value for name, snippet, _, _ in ROWS if name == kind]
