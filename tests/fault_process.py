@@ -1,7 +1,9 @@
 """A process with injected file faults, one at a time: `python fault_process.py FOLDER TEXT FIRST STRIDE`.
 
-It is started with file_faults.c preloaded, imports everything, and forks a child for each fault, so that a fault costs
-a small training run and not a start of Python. It prints the differences from an undisturbed run, one JSON line each.
+The file operations FIRST, FIRST + STRIDE, ... of a training run fail, each in a run of its own. The process is started with
+file_faults.c preloaded, imports everything, and forks a child for each fault, so that a fault costs
+a small training run and not a start of Python. It prints one JSON line for each run that ends differently from an
+undisturbed one, and a last line with the number of faults.
 """
 
 from __future__ import annotations
@@ -38,8 +40,10 @@ RECIPE: dict[str, Any] = {
     "samples.max_new_tokens": 4,
 }
 """The learning rate rises until it is far too high, so that the best checkpoint is neither the first nor the last."""
-TIMES = ("seconds", "per_second", "wait", "gib")
+VARYING_METRICS = ("seconds", "per_second", "wait", "gib")
+"""Endings of metric names whose values differ between equal runs: times and memory."""
 KILL = 0
+"""In place of an error number: the process is killed instead."""
 
 
 def build_library(folder: Path) -> Path:
@@ -120,7 +124,7 @@ def describe_run(run: Path) -> dict[str, Any]:
         manifest = checkpoint.verify(link) if link is not None else None
         result[name] = [manifest.step, manifest.files] if manifest is not None else None
     rows = read_metrics(run / "metrics.jsonl")
-    result["metrics"] = [{k: v for k, v in row.items() if not k.endswith(TIMES)} for row in rows]
+    result["metrics"] = [{k: v for k, v in row.items() if not k.endswith(VARYING_METRICS)} for row in rows]
     result["export"] = hash_files(run / "final")
     result["samples"] = hash_files(run / "samples")
     for folder in (run, run / "checkpoints"):
@@ -169,45 +173,48 @@ class FaultTest:
 
         bottega.load(self.run).export()
 
-    def count(self, work: Callable[[], Any]) -> list[str]:
+    def list_operations(self, work: Callable[[], Any]) -> list[str]:
         """Return descriptions of the file operations of an undisturbed run."""
-        names = self.folder / "operations"
-        journal = os.open(names, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        journal_path = self.folder / "operations"
+        journal = os.open(journal_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
 
-        def watched() -> Any:
+        def work_with_journal() -> Any:
             self.faults.arm(self.run, journal=journal)
             return work()
 
-        assert run_child(watched, self.log) == 0, self.log.read_text()
+        assert run_child(work_with_journal, self.log) == 0, self.log.read_text()
         os.close(journal)
-        return names.read_text().splitlines()
+        return journal_path.read_text().splitlines()
 
-    def fail(self, work: Callable[[], Any], number: int, error: int) -> int:
-        """Return the exit code when this operation fails."""
+    def run_with_fault(self, work: Callable[[], Any], number: int, error: int) -> int:
+        """Return the exit code of `work` when its file operation `number`, counted from 1, fails with `error`."""
 
-        def faulty() -> Any:
+        def work_with_fault() -> Any:
             self.faults.arm(self.run, number=number, error=error)
             return work()
 
-        return run_child(faulty, self.log)
+        return run_child(work_with_fault, self.log)
 
     def train_through_faults(self, first: int, stride: int) -> Iterator[dict[str, Any]]:
         shutil.rmtree(self.run)
-        operations = self.count(self.train)
+        operations = self.list_operations(self.train)
         numbers = select_operations(operations)[first::stride]
         for error in (KILL, errno.EIO):
             for number in numbers:
                 shutil.rmtree(self.run)
                 self.log.unlink(missing_ok=True)
-                codes = [self.fail(self.train, number, error)]
+                codes = [self.run_with_fault(self.train, number, error)]
                 while codes[-1] or len(codes) == 1:
                     codes.append(run_child(self.train, self.log))
                     if len(codes) > 3:
                         break
                 codes.append(run_child(self.export, self.log))
-                allowed = [{128 + signal.SIGKILL} if error == KILL else {0, 5}, {0}, {0}]
+                allowed_codes = [{128 + signal.SIGKILL} if error == KILL else {0, 5}, {0}, {0}]
                 problems = find_differences(describe_run(self.run), self.expected) if not codes[-1] else []
-                if not all(code in fine for code, fine in zip(codes, allowed, strict=False)) or len(codes) != 3:
+                if (
+                    not all(code in expected for code, expected in zip(codes, allowed_codes, strict=False))
+                    or len(codes) != 3
+                ):
                     problems.append(f"exit codes {codes}: {self.log.read_text()[-600:]}")
                 if problems:
                     yield {"error": error, "operation": operations[number - 1], "problems": problems}

@@ -10,10 +10,9 @@ import os
 import sys
 import time
 
-from bottega.engines.torch import engine as torch
-from bottega.engines.torch import heartbeat
+from bottega.engines.torch import engine, heartbeat
 
-PAUSE = 3.0
+PAUSE_SECONDS = 3.0
 
 
 def compute(seconds: float) -> None:
@@ -28,7 +27,8 @@ def hold_gil(seconds: float) -> None:
     ctypes.PyDLL(None).usleep(int(seconds * 1e6))
 
 
-KINDS = (time.sleep, compute, hold_gil)
+PAUSES = (time.sleep, compute, hold_gil)
+"""Functions that keep a rank busy for a number of seconds."""
 
 
 def main() -> int:
@@ -38,15 +38,15 @@ def main() -> int:
         0.5,
         0.05,
     )
-    pauses, rank = int(os.environ.get("PAUSES", 0)), int(os.environ["RANK"])
-    step = torch.TorchEngine.train_step
+    num_pauses, rank = int(os.environ.get("PAUSES", 0)), int(os.environ["RANK"])
+    step = engine.TorchEngine.train_step
 
     def pause_and_step(self, number, batch):  # type: ignore[no-untyped-def]
-        if number < pauses and number % 2 == rank:
-            KINDS[number // 2 % len(KINDS)](PAUSE)
+        if number < num_pauses and number % 2 == rank:
+            PAUSES[number // 2 % len(PAUSES)](PAUSE_SECONDS)
         return step(self, number, batch)
 
-    torch.TorchEngine.train_step = pause_and_step  # type: ignore[method-assign]
+    engine.TorchEngine.train_step = pause_and_step  # type: ignore[method-assign]
     from bottega.cli import main as run_command
 
     arguments = sys.argv[1:]

@@ -22,7 +22,7 @@ def record_figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return figures
 
 
-def texts_of(figure: Any) -> list[str]:
+def list_texts(figure: Any) -> list[str]:
     """Return all texts of a figure: titles, labels, ticks and annotations."""
     from matplotlib.text import Text
 

@@ -32,7 +32,7 @@ SIZES = (
     "context",
     "dropout",
 )
-EMPTY = {f"model.{key}": None for key in SIZES}
+NULL_SIZES = {f"model.{key}": None for key in SIZES}
 
 
 def transformer(**changes: Any) -> TransformerShape:
@@ -48,40 +48,48 @@ def untied_task() -> tuple[Any, dict[str, torch.Tensor]]:
     return Language(shape=transformer(tie_embeddings=False)), {"input_ids": torch.arange(30).view(3, 10) % 20}
 
 
-def texts_of(shape: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+def text_classifier_task(shape: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     ids = torch.arange(24).view(4, 6) % 20
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "label": torch.tensor([0, 1, 2, 0])}
     return Classification(key="text", shape=shape), batch
 
 
 def encoder_task() -> tuple[Any, dict[str, torch.Tensor]]:
-    return texts_of(EncoderShape(vocab_size=20, num_labels=3, hidden_size=16, num_layers=2, num_heads=2))
+    return text_classifier_task(EncoderShape(vocab_size=20, num_labels=3, hidden_size=16, num_layers=2, num_heads=2))
 
 
 def kim_task() -> tuple[Any, dict[str, torch.Tensor]]:
-    return texts_of(KimShape(vocab_size=20, num_labels=3, embed_size=8, num_filters=6, filter_sizes=(2, 3)))
+    return text_classifier_task(KimShape(vocab_size=20, num_labels=3, embed_size=8, num_filters=6, filter_sizes=(2, 3)))
 
 
-def pictures_task() -> tuple[Any, dict[str, torch.Tensor]]:
+def image_classifier_task() -> tuple[Any, dict[str, torch.Tensor]]:
     shape = ConvNetShape(grid=(8, 8), channels=1, num_labels=3, hidden_size=8, num_layers=1)
     x = torch.linspace(-1, 1, 256).view(4, 8, 8, 1)
     return Classification(key="image", shape=shape), {"image": x, "label": torch.tensor([0, 1, 2, 0])}
 
 
-def films_task() -> tuple[Any, dict[str, torch.Tensor]]:
+def video_classifier_task() -> tuple[Any, dict[str, torch.Tensor]]:
     shape = ConvNetShape(grid=(4, 8, 8), channels=1, num_labels=3, hidden_size=8, num_layers=1)
     x = torch.linspace(-1, 1, 512).view(2, 4, 8, 8, 1)
     return Classification(key="video", shape=shape), {"video": x, "label": torch.tensor([0, 1])}
 
 
-def image_task() -> tuple[Any, dict[str, torch.Tensor]]:
+def image_generator_task() -> tuple[Any, dict[str, torch.Tensor]]:
     backbone = DiTShape(grid=(8, 8), channels=1, patch=(2, 2), hidden_size=16, num_layers=2, num_heads=2)
     shape = GeneratorShape(backbone=backbone, condition=ConditionShape(kind="class", size=3, hidden_size=16))
     batch = {"image": torch.linspace(-1, 1, 256).view(4, 8, 8, 1), "label": torch.tensor([0, 1, 2, 0])}
     return Generation(key="image", shape=shape), batch
 
 
-TASKS = [language_task, untied_task, encoder_task, kim_task, pictures_task, films_task, image_task]
+TASKS = [
+    language_task,
+    untied_task,
+    encoder_task,
+    kim_task,
+    image_classifier_task,
+    video_classifier_task,
+    image_generator_task,
+]
 
 
 def write_bases(folder: Path) -> Path:
@@ -97,14 +105,14 @@ def write_bases(folder: Path) -> Path:
 
 def language(bases: Path, folder: Path) -> tuple[str, dict[str, Any]]:
     text = small_run.write_text(folder / "other.txt", seed=1)
-    own = {"output_dir": str(folder), "data.train.path": str(text), "model.from": str(bases / "language")}
-    return "language/shakespeare", {**LANGUAGE, **EMPTY, **own}
+    paths = {"output_dir": str(folder), "data.train.path": str(text), "model.from": str(bases / "language")}
+    return "language/shakespeare", {**LANGUAGE, **NULL_SIZES, **paths}
 
 
 def classify(bases: Path, folder: Path) -> tuple[str, dict[str, Any]]:
     settings = small_texts.settings(folder)
-    own = {key: value for key, value in settings.items() if not key.startswith("model.")}
-    return "classify/pretrained", {**own, "model.from": str(bases / "encoder")}
+    other_settings = {key: value for key, value in settings.items() if not key.startswith("model.")}
+    return "classify/pretrained", {**other_settings, "model.from": str(bases / "encoder")}
 
 
 def image(bases: Path, folder: Path) -> tuple[str, dict[str, Any]]:

@@ -27,7 +27,7 @@ SMALL: dict[str, Any] = {
 
 
 def parts(folder: Path) -> dict[str, Any]:
-    """Return a task with 62 windows of text and a longer one with 72 labelled texts."""
+    """Return `data.parts`: `text`, a language task of 62 windows, and `topics`, a classifier with a longer epoch of 72 texts."""
     folder.mkdir(parents=True, exist_ok=True)
     text = {"data.train.path": str(write_text(folder / "text.txt", words=200)), "data.sequence_length": 16}
     labelled = {
@@ -43,5 +43,5 @@ def parts(folder: Path) -> dict[str, Any]:
 
 
 def settings(folder: Path, **changes: Any) -> dict[str, Any]:
-    own = {f"data.parts.{name}": part for name, part in parts(folder).items()}
-    return {**SMALL, "output_dir": str(folder), "data.parts.docstrings": None, **own, **changes}
+    part_settings = {f"data.parts.{name}": part for name, part in parts(folder).items()}
+    return {**SMALL, "output_dir": str(folder), "data.parts.docstrings": None, **part_settings, **changes}

@@ -29,19 +29,19 @@ SMALL: dict[str, Any] = {
 
 def settings(folder: Path, **changes: Any) -> dict[str, Any]:
     """Return settings with two segments after the facts, and fewer slots than tokens, so that some are evicted."""
-    own = {
+    sizes = {
         "data.segment_length": 4,
         "data.num_questions": 2,
         "data.distance": 2,
         "data.num_keys": 6,
         "model.memory.working_slots": 6,
     }
-    return {**SMALL, "output_dir": str(folder), "data.validation.split": 0.2, **own, **changes}
+    return {**SMALL, "output_dir": str(folder), "data.validation.split": 0.2, **sizes, **changes}
 
 
 def lasting(folder: Path, **changes: Any) -> dict[str, Any]:
     """Return settings with keys stated every other step, and a memory that forms a prototype within four steps."""
-    own = {
+    sizes = {
         "data.segment_length": 8,
         "data.num_questions": 1,
         "data.distance": 4,
@@ -53,4 +53,4 @@ def lasting(folder: Path, **changes: Any) -> dict[str, Any]:
         "model.memory.semantic_slots": 4,
         "model.memory.promote_after": 3,
     }
-    return {**SMALL, "output_dir": str(folder), **own, **changes}
+    return {**SMALL, "output_dir": str(folder), **sizes, **changes}

@@ -81,7 +81,7 @@ SMALL: dict[str, Any] = {
 }
 """Task -> settings that make its recipes small enough for a test; all other settings are those of the recipe."""
 
-OWN: dict[str, dict[str, Any]] = {
+RECIPE_SETTINGS: dict[str, dict[str, Any]] = {
     # Questions refer to facts `distance` steps back, so the first steps have none.
     "recall/lasting": {"data.distance": 4},
     # Fashion-MNIST comes with a test split; the data of this module does not.
@@ -107,22 +107,22 @@ OWN: dict[str, dict[str, Any]] = {
         ("model.num_heads", "model.num_kv_heads", "model.head_size", "model.intermediate_size"), None
     ),
 }
-"""Recipe -> settings of its own."""
+"""Recipe -> settings that it needs besides those of its task."""
 
 TASKS = {"routing/mind": "multitask"}
 """Tasks of recipes that are not named after their task."""
 TEXT_CLASSIFIERS = tuple(f"classify{name}" for name in ("", "/cnn", "/pretrained", "/sst2", "/sst2-transformer"))
-OTHERS_DATA = (
+RECIPES_WITH_PATH = (
     *("audio/speech", "audio/spoken-digits", "classify/pretrained", "classify/sst2", "classify/sst2-transformer"),
     *("image/fashion", "image/photos", "image/text", "image_vae/photos", "language/epic", "language/shakespeare"),
     *(f"language/shakespeare-{kind}" for kind in ("gpu", "hybrid", "moe", "ssm")),
     *("language/stanza", "language/verse", "video/clips"),
     *(f"personalize{name}" for name in ("", "/flickr", "/pog", "/ser")),
 )
-"""Recipes that read a path of the user, or read one here because it is smaller."""
+"""Recipes that train on files of the user, or here on files of `write_data` because bundled data is larger."""
 
 
-def task_of(name: str) -> str:
+def get_task(name: str) -> str:
     return TASKS.get(name, name.partition("/")[0])
 
 
@@ -164,13 +164,13 @@ def write_data(folder: Path) -> dict[str, Path]:
 
 def settings(name: str, data: dict[str, Path], output: Path) -> dict[str, Any]:
     """Return the settings for `bottega.train` with this recipe; `data` is the result of `write_data`."""
-    task = task_of(name)
-    values = {**SMALL[task], **OWN.get(name, {}), "output_dir": str(output)}
+    task = get_task(name)
+    values = {**SMALL[task], **RECIPE_SETTINGS.get(name, {}), "output_dir": str(output)}
     if name in TEXT_CLASSIFIERS:
-        values = {**small_texts.SMALL, **TRAINING, **OWN.get(name, {}), "output_dir": str(output)}
+        values = {**small_texts.SMALL, **TRAINING, **RECIPE_SETTINGS.get(name, {}), "output_dir": str(output)}
     if name == "classify/pretrained":
         values["model.from"] = str(small_texts.write_encoder(output / "encoder"))
-    if name in OTHERS_DATA:
+    if name in RECIPES_WITH_PATH:
         values["data.train.path"] = str(data.get(name, data[task]))
     if task == "personalize":
         values |= {f"model.{part}": str(folder) for part, folder in small_personal.models().items()}

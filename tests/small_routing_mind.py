@@ -59,6 +59,6 @@ def parts(folder: Path) -> dict[str, Any]:
 
 
 def settings(folder: Path, **changes: Any) -> dict[str, Any]:
-    own = {f"data.parts.{name}": part for name, part in parts(folder).items()}
+    part_settings = {f"data.parts.{name}": part for name, part in parts(folder).items()}
     shared = {key: value for key, value in small_multitask.SMALL.items() if not key.startswith("model.")}
-    return {**shared, "output_dir": str(folder), **own, **changes}
+    return {**shared, "output_dir": str(folder), **part_settings, **changes}

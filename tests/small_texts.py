@@ -53,18 +53,27 @@ def write_texts(folder: Path, name: str = "texts.jsonl", **options: Any) -> Path
 
 
 def settings(folder: Path, kind: str = "transformer", **changes: Any) -> dict[str, Any]:
-    own = {"output_dir": str(folder), "model.kind": kind, "data.train.path": str(write_texts(folder))}
-    return {**SMALL, **SIZES[kind], **own, **changes}
+    run_settings = {"output_dir": str(folder), "model.kind": kind, "data.train.path": str(write_texts(folder))}
+    return {**SMALL, **SIZES[kind], **run_settings, **changes}
 
 
 def write_encoder(folder: Path) -> Path:
-    """Write an untrained BERT with two layers, as transformers saves it, and a tokenizer with these words."""
+    """Write an untrained BERT with two layers, as transformers saves it, and a tokenizer of `COMMON` and `WORDS`."""
     import tokenizers
     import torch
     import transformers
     from tokenizers import models, normalizers, pre_tokenizers, processors
 
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", *COMMON, *(w for own in WORDS.values() for w in own)]
+    words = [
+        "[PAD]",
+        "[UNK]",
+        "[CLS]",
+        "[SEP]",
+        "[MASK]",
+        ".",
+        *COMMON,
+        *(word for group in WORDS.values() for word in group),
+    ]
     core = tokenizers.Tokenizer(models.WordPiece({word: n for n, word in enumerate(words)}, unk_token="[UNK]"))
     core.normalizer = normalizers.BertNormalizer()
     core.pre_tokenizer = pre_tokenizers.BertPreTokenizer()

@@ -79,7 +79,7 @@ SMALLER_BY_TASK = {
     "recall": {"training.batch_size": "16"},
     "multitask": {"training.batch_size": "8", "evaluation.batch_size": "8"},
 }
-SMALLER_PART = {"training.max_steps": 4, "training.batch_size": 16, "evaluation.max_batches": 1}
+SMALLER_DEPENDENCY = {"training.max_steps": 4, "training.batch_size": 16, "evaluation.max_batches": 1}
 FOR_GPUS = (
     *("language/verse", "language/stanza", "language/epic", "language/shakespeare-gpu"),
     *("image/fashion", "image/photos", "image/text", "image_vae/photos"),
@@ -252,18 +252,20 @@ def small_overrides(arguments: list[str]) -> list[str]:
 def small_dependency_settings(recipe: Recipe) -> dict[str, Any]:
     """Return small settings for the dependencies of a recipe, recursively."""
     result = {}
-    for name, need in recipe.needs.items():
-        if need.recipe is not None:
-            inner = small_dependency_settings(check_recipe([need.recipe]).recipe)
-            result[f"needs.{name}.settings"] = {**SMALLER_PART, **inner}
+    for name, dependency in recipe.needs.items():
+        if dependency.recipe is not None:
+            inner = small_dependency_settings(check_recipe([dependency.recipe]).recipe)
+            result[f"needs.{name}.settings"] = {**SMALLER_DEPENDENCY, **inner}
     return result
 
 
 def resolve_recipe(arguments: list[str]) -> Recipe:
     """Resolve the recipe of a command line, without the options of the verb."""
-    own = (*OPTIONS, *WITH_VALUE)
+    verb_options = (*OPTIONS, *WITH_VALUE)
     settings = [
-        word for i, word in enumerate(arguments) if word not in own and arguments[max(0, i - 1)] not in WITH_VALUE
+        word
+        for i, word in enumerate(arguments)
+        if word not in verb_options and arguments[max(0, i - 1)] not in WITH_VALUE
     ]
     return check_recipe(*parse_overrides(settings)).recipe
 

@@ -14,7 +14,7 @@ from bottega.config.load import to_yaml
 from bottega.core.model_spec import resolve_reference
 from bottega.tasks.recipes import check_recipe, load_recipe, parse_overrides
 from bottega.tasks.registry import TASKS
-from small_recipes import settings, task_of, write_data
+from small_recipes import get_task, settings, write_data
 
 NAMES = bundled_recipes.list_recipe_names()
 GENERATED = ("image", "audio", "video")
@@ -76,7 +76,7 @@ def test_small_form_trains_three_steps(name: str, data: dict[str, Path], tmp_pat
     assert all(0 <= row["loss"] < 20 for row in rows)
     assert rows[-1]["loss"] > 0
     assert (run.path / "checkpoints" / "last" / "model.safetensors").is_file()
-    if task_of(name) in GENERATED:
+    if get_task(name) in GENERATED:
         assert len(list((run.path / "samples" / "step-00000003").iterdir())) >= 2, "samples are written"
 
 

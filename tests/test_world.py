@@ -171,11 +171,11 @@ def test_samples_and_noise_follow_the_data_coordinate(sizes: tuple[int, int, int
 def test_loaders_split_batches_by_data_rank() -> None:
     """Rank 3 of 4 with 2 data ranks gets the second half of every batch, in training and evaluation."""
     recipe = load_recipe(["language", {"training.batch_size": 8, "evaluation.batch_size": 8}]).recipe
-    third: Any = SimpleNamespace(
+    rank_3: Any = SimpleNamespace(
         rank=3, world=4, data_rank=1, data_size=2, device=torch.device("cpu"), device_type="cpu"
     )
     samples = source(samples=40)
-    batches = build_loader(recipe, samples, third)
+    batches = build_loader(recipe, samples, rank_3)
     assert (batches.data_rank, batches.data_size) == (1, 2)
     assert len(batches.batch(0)["x"]) == 4
     first = next(iter(make_validation_batches(recipe, samples, batches)()))

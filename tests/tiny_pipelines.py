@@ -39,7 +39,7 @@ def write_llama(folder: Path, *, seed: int = 0, words: tuple[str, ...] = WORDS, 
         eos_token_id=tokens.eos_token_id,
         pad_token_id=None,
     )
-    with _quiet():
+    with _without_progress_bars():
         tokens.save_pretrained(folder)
         _initialise(LlamaForCausalLM(config), seed).save_pretrained(folder)
     return folder
@@ -78,7 +78,7 @@ def write_clip(folder: Path, *, seed: int = 0, image_size: int = 32, **sizes: An
     text = {**tower, "max_position_embeddings": LENGTH, **_vocabulary_config(tokenizer)}
     vision = {**tower, "image_size": image_size, "patch_size": 8}
     config = CLIPConfig(text_config=text, vision_config=vision, projection_dim=12)
-    with _quiet():
+    with _without_progress_bars():
         tokenizer.save_pretrained(folder)
         _initialise(CLIPModel(config), seed).save_pretrained(folder)
     processor_config = {
@@ -95,23 +95,23 @@ def write_clip(folder: Path, *, seed: int = 0, image_size: int = 32, **sizes: An
     return folder
 
 
-def write_stable_diffusion(folder: Path, *, seed: int = 0, second: bool = False, **scheduler: Any) -> Path:
-    """Write a StableDiffusionPipeline like version 1.5, or with `second` version 2: v-prediction, heads of one size.
+def write_stable_diffusion(folder: Path, *, seed: int = 0, version_2: bool = False, **scheduler: Any) -> Path:
+    """Write a StableDiffusionPipeline like version 1.5, or with `version_2` like 2.0: v-prediction, heads of one size.
 
     `scheduler` changes its configuration. Images are 32 x 32, latents 4 x 4.
     """
     from diffusers import DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
     from transformers import CLIPTextModel
 
-    more: dict[str, Any] = {"attention_head_dim": (2, 4), "use_linear_projection": True} if second else {}
+    more: dict[str, Any] = {"attention_head_dim": (2, 4), "use_linear_projection": True} if version_2 else {}
     unet = UNet2DConditionModel(**_unet(cross_attention_dim=16, **{"attention_head_dim": 2, **more}))
-    tokenizer, encoder = _text_encoder(CLIPTextModel, 16, "gelu" if second else "quick_gelu")
+    tokenizer, encoder = _text_encoder(CLIPTextModel, 16, "gelu" if version_2 else "quick_gelu")
     pipe = StableDiffusionPipeline(
         vae=_initialise(_vae(), seed),
         text_encoder=_initialise(encoder, seed + 1),
         tokenizer=tokenizer,
         unet=_initialise(unet, seed + 2),
-        scheduler=DDIMScheduler(**_betas("v_prediction" if second else "epsilon", scheduler)),
+        scheduler=DDIMScheduler(**_betas("v_prediction" if version_2 else "epsilon", scheduler)),
         safety_checker=None,
         feature_extractor=None,
         requires_safety_checker=False,
@@ -233,7 +233,7 @@ def _vae(**more: Any) -> Any:
     )
 
 
-def _text_encoder(kind: Any, width: int, activation: str, **more: Any) -> tuple[Any, Any]:
+def _text_encoder(encoder_class: Any, width: int, activation: str, **more: Any) -> tuple[Any, Any]:
     from transformers import CLIPTextConfig
 
     tokenizer = clip_tokenizer()
@@ -248,7 +248,7 @@ def _text_encoder(kind: Any, width: int, activation: str, **more: Any) -> tuple[
         **_vocabulary_config(tokenizer),
         **more,
     )
-    return tokenizer, kind(config)
+    return tokenizer, encoder_class(config)
 
 
 def _vocabulary_config(tokenizer: Any) -> dict[str, int]:
@@ -280,13 +280,13 @@ def _initialise(model: Any, seed: int) -> Any:
 
 
 def _save_pipeline(pipe: Any, folder: Path) -> Path:
-    with _quiet():
+    with _without_progress_bars():
         pipe.save_pretrained(folder)
     return folder
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _without_progress_bars() -> Iterator[None]:
     from transformers.utils import logging
 
     logging.disable_progress_bar()

@@ -61,11 +61,11 @@ class Toy(Task):
     def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
         mask = batch["mask"].float()
         x = batch["x"] + self.noise * rng.normal("x", (T, F))
-        wrong = (models["model"](x) - batch["y"]) ** 2 * mask
-        means = wrong.sum(dim=1) / mask.sum(dim=1)
+        errors = (models["model"](x) - batch["y"]) ** 2 * mask
+        means = errors.sum(dim=1) / mask.sum(dim=1)
         return Loss(
-            terms={"error": (wrong.sum(), 1.0), "mean": (means.sum(), 0.25)},
-            metrics={"absolute": (wrong.detach().sqrt().sum(), mask.sum())},
+            terms={"error": (errors.sum(), 1.0), "mean": (means.sum(), 0.25)},
+            metrics={"absolute": (errors.detach().sqrt().sum(), mask.sum())},
         )
 
 
@@ -108,20 +108,26 @@ def loader(data: ArraySource | None = None, *, of: TorchEngine, batch_size: int 
     return Loader(data or source(), batch_size, seed=0, data_rank=of.data_rank, data_size=of.data_size, workers=workers)
 
 
-def train_steps(of: TorchEngine, batches: Loader, start: int, stop: int) -> list[dict[str, float]]:
+def train_steps(toy_engine: TorchEngine, batches: Loader, start: int, stop: int) -> list[dict[str, float]]:
     """Train from step `start` up to `stop`; return the report of each step."""
     stream = batches(start)
-    reports = [of.fetch(of.train_step(step, next(stream))) for step in range(start, stop)]
+    reports = [toy_engine.fetch(toy_engine.train_step(step, next(stream))) for step in range(start, stop)]
     stream.close()
     return reports
 
 
-def copy_state(of: TorchEngine) -> dict[str, np.ndarray]:
+def copy_state(toy_engine: TorchEngine) -> dict[str, np.ndarray]:
     """Return a copy of everything in a checkpoint, as `file/name` -> array."""
-    return {f"{file}/{name}": t.detach().numpy().copy() for file, ts in of.state().items() for name, t in ts.items()}
+    return {
+        f"{file}/{name}": tensor.detach().numpy().copy()
+        for file, tensors in toy_engine.state().items()
+        for name, tensor in tensors.items()
+    }
 
 
-def save_checkpoint(of: TorchEngine, folder: Path, step: int, progress: Mapping[str, Any] | None = None) -> Path:
+def save_checkpoint(
+    toy_engine: TorchEngine, folder: Path, step: int, progress: Mapping[str, Any] | None = None
+) -> Path:
     return checkpoint.write(
-        folder, step=step, files=of.snapshot().files(), progress=progress or {"step": step}, fingerprint={}
+        folder, step=step, files=toy_engine.snapshot().files(), progress=progress or {"step": step}, fingerprint={}
     )

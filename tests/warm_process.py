@@ -38,15 +38,15 @@ class WarmCommand:
         stdout: int | IO[Any] = PIPE,
         stderr: int | IO[Any] = PIPE,
         start_new_session: bool = False,
-        first: str = "",
+        setup_code: str = "",
     ) -> None:
-        """`first` is Python code that is run before the command, in its process."""
+        """`setup_code` is Python code that is run before the command, in its process."""
         request = {
             "arguments": [str(word) for word in arguments],
             "env": dict(env),
             "cwd": str(cwd or Path.cwd()),
             "start_new_session": start_new_session,
-            "first": first,
+            "setup_code": setup_code,
         }
         self.returncode: int | None = None
         self._readers: dict[str, threading.Thread] = {}
@@ -193,7 +193,7 @@ def _become_command(request: dict[str, Any], descriptors: list[int]) -> list[str
     sys.argv = ["bottega", *request["arguments"]]
     for script in filter(Path.is_file, (Path(path) / "sitecustomize.py" for path in added)):
         runpy.run_path(str(script))  # as Python does at its start
-    exec(request["first"], {})
+    exec(request["setup_code"], {})
     return request["arguments"]
 
 

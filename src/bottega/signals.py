@@ -17,8 +17,8 @@ ECHO_SECONDS = 5.0
 REQUEUE_EXIT_CODE = 85
 """Exit code for "saved, start again", for schedulers that preempt jobs."""
 
-HANDLER_TIMEOUT = 5.0
-"""Seconds that a library may block the main thread before a signal ends the process without it."""
+HANDLER_TIMEOUT_SECONDS = 5.0
+"""Seconds for which a library may block the main thread before a signal ends the process without waiting for its handler."""
 
 
 class StopRequested(KeyboardInterrupt):
@@ -36,9 +36,10 @@ class WaitInterrupted(Exception):
 
 
 def raise_if_stopping() -> None:
-    """Raise WaitInterrupted in the main thread if a stop signal has arrived.
+    """Raise WaitInterrupted if a stop signal has arrived during training, or StopRequested outside of it.
 
-    With several ranks it does nothing: all ranks stop after the same step, and the others may be in the middle of it.
+    Only the main thread raises. With several ranks none does: all ranks stop after the same step, and the others may be in the
+    middle of it.
     """
     if threading.current_thread() is threading.main_thread() and World.from_environment().size == 1:
         current = StopSignals.current
@@ -66,7 +67,7 @@ class StopSignals:
         self._previous_handlers: dict[int, object] = {}
         self._outer: StopSignals | None = None
         self._is_leaving = False
-        """Whether an exception is propagating, which must not be replaced by StopRequested."""
+        """Whether an inner context ended with an exception, which StopRequested must not replace while it propagates."""
 
     def __enter__(self) -> StopSignals:
         # Python delivers signals to the main thread only; other threads (a notebook's worker) have nothing to catch.
@@ -148,7 +149,7 @@ class CommandSignals(StopSignals):
                 number = byte[0]
                 if number not in self._previous_handlers or StopSignals.current is not self:
                     continue  # the trainer has taken over, and stops between two steps
-                deadline = time.monotonic() + HANDLER_TIMEOUT
+                deadline = time.monotonic() + HANDLER_TIMEOUT_SECONDS
                 while time.monotonic() < deadline and self.received is None:
                     time.sleep(0.05)
                 if self.received is None and StopSignals.current is self:
@@ -166,6 +167,6 @@ def exit_immediately(reason: str | None, code: int) -> NoReturn:
     os._exit(code)
 
 
-def _is_echo(seconds: float) -> bool:
+def _is_echo(seconds_since_first: float) -> bool:
     """Whether ranks received the same signal twice: from the scheduler or terminal, and passed on by the launcher."""
-    return seconds < ECHO_SECONDS and World.from_environment().size > 1
+    return seconds_since_first < ECHO_SECONDS and World.from_environment().size > 1

@@ -79,7 +79,7 @@ class ConsoleStream:
         return getattr(sys.stderr, "rich_proxied_file", sys.stderr)
 
     def write(self, text: str) -> int:
-        """Write and flush `text`; an error is kept in `error`."""
+        """Write and flush `text`; an error is stored in `error`."""
         stream = self._get_stream()
         if stream is not None:
             try:

@@ -90,7 +90,7 @@ def list_missing_variables() -> list[str]:
 
 
 def read_rank(environment: Mapping[str, str]) -> int | None:
-    """Return the rank in an environment, or None."""
+    """Return RANK of an environment as a number; None if it is not set or not a number."""
     text = environment.get("RANK", "")
     return int(text) if text.isdigit() else None
 

@@ -14,7 +14,7 @@ import scipy.stats
 from bottega.analysis.compare import compare, format_report, plot_comparison
 from bottega.core import checkpoint
 from bottega.core.errors import DataError, UsageError
-from recorded_figures import record_figures, texts_of
+from recorded_figures import list_texts, record_figures
 
 CLASSIFY: dict[str, Any] = {
     "task": "classify",
@@ -586,7 +586,7 @@ def test_plot_of_a_comparison(make_group: Callable[..., str], tmp_path: Path, mo
     assert (tmp_path / "deep" / "p.png").read_bytes().startswith(b"\x89PNG")
     dots = [line for line in figures[0].axes[0].lines if line.get_marker() == "o"]
     assert sorted(float(dot.get_ydata()[0]) for dot in dots) == sorted([0.8, 0.8, 0.8, 0.7, *BETTER[:4]])
-    texts = "\n".join(texts_of(figures[0]))
+    texts = "\n".join(list_texts(figures[0]))
     assert report["pairs"][0]["verdict"] in texts
     assert "lines join runs of one seed or fold" in texts
 

@@ -43,7 +43,7 @@ from bottega.core.errors import DataError, UsageError
 from bottega.core.noise import numpy_generator
 from bottega.tasks.metrics.clip_scores import classify_zero_shot, cosine_similarity, similarity_to_history
 from bottega.tasks.personalize.data.records import Item, Record
-from recorded_figures import record_figures, texts_of
+from recorded_figures import list_texts, record_figures
 
 WORDS = {
     "colour": ("amber", "jade", "plum", "teal"),
@@ -303,7 +303,7 @@ def test_sheets_and_plot_name_the_arms_as_the_table_does(
 
     monkeypatch.setattr(Canvas, "draw_text", record_text)
     result = generator.evaluate(tmp_path, clip_scorer=Oracle(), count=6)
-    legend = texts_of(figures[-1])
+    legend = list_texts(figures[-1])
     for arm in result["arms"]:
         assert texts.count(arm) == 1, "one heading on the sheet"
         assert any(label.startswith(f"{arm}: ") for label in legend)
@@ -670,7 +670,7 @@ def test_plot_of_users_shows_means_only(make_run: Any, monkeypatch: pytest.Monke
     run = make_run("a", make_rows(ARMS))
     plot_comparison(compare([f"{run}:none", f"{run}:both"]), Path("compared.png"))
     assert not any(line.get_marker() == "o" for line in figures[0].axes[0].lines), "an arm is not a run"
-    texts = "\n".join(texts_of(figures[0]))
+    texts = "\n".join(list_texts(figures[0]))
     assert "mean over 12 people with its 95 % interval" in texts
     assert "each dot" not in texts
     assert "n = 10 of 12 people where only one is right" in texts

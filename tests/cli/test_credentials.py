@@ -31,11 +31,11 @@ class RemoteStoreCommands:
         (folder / "site" / "sitecustomize.py").write_text("import remote_store; remote_store.register()\n")
         self.output = b""
 
-    def __call__(self, *arguments: str, code: int = 0, first: str = "") -> subprocess.CompletedProcess[str]:
+    def __call__(self, *arguments: str, code: int = 0, setup_code: str = "") -> subprocess.CompletedProcess[str]:
         env = {"HOME": str(self.folder / "home"), "XDG_CACHE_HOME": str(self.folder / "cache")}
         env |= {FOLDER: str(self.folder / "store"), SECRETS: f"{CANARY} {RENEWED}"}
         env["PYTHONPATH"] = os.pathsep.join([str(self.folder / "site"), environment()["PYTHONPATH"]])
-        process = run_bottega(arguments, env=env, cwd=self.folder, first=first)
+        process = run_bottega(arguments, env=env, cwd=self.folder, setup_code=setup_code)
         assert process.returncode == code, process.stderr
         self.output += process.stdout.encode() + process.stderr.encode()
         return process
@@ -118,7 +118,7 @@ def test_killed_run_does_not_leak_credentials(remote: RemoteStoreCommands) -> No
     code = "import os; from bottega.core import saver; original = saver.Saver.save\n"
     code += "def save(self, *args, **options):\n    original(self, *args, **options); os._exit(77)\n"
     code += "saver.Saver.save = save"
-    remote(*remote_train_arguments(remote, SIGNED), first=code, code=77)
+    remote(*remote_train_arguments(remote, SIGNED), setup_code=code, code=77)
     remote.check_clean()
 
 

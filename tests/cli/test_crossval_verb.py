@@ -20,13 +20,14 @@ from small_run import environment, read_logged_steps, run_bottega, write_text
 from small_texts import settings, write_texts
 
 
-def arguments_for(folder: Path, **changes: Any) -> list[str]:
+def crossval_arguments(folder: Path, **changes: Any) -> list[str]:
     values = {**settings(folder, "cnn"), "training.max_steps": 4, "name": "t", **changes}
     values = {key: value for key, value in values.items() if value != "left out"}
     return ["crossval", "classify", *(f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in values.items())]
 
 
-def error_of(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> tuple[int, str]:
+def run_refused(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> tuple[int, str]:
+    """Run a command that must print one line to standard error; return its exit code and the line."""
     code = cli.main(arguments)
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1, lines
@@ -59,7 +60,7 @@ def error_of(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> tuple[
 def test_invalid_arguments_are_refused_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], code: int, expected: str
 ) -> None:
-    exit_code, text = error_of(capsys, [*arguments_for(tmp_path), *options])
+    exit_code, text = run_refused(capsys, [*crossval_arguments(tmp_path), *options])
     assert (exit_code, expected in text) == (code, True), text
     assert not list(tmp_path.glob("t-crossval/fold-*"))
 
@@ -67,25 +68,25 @@ def test_invalid_arguments_are_refused_in_one_line(
 def test_data_that_cannot_be_split_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert error_of(capsys, ["crossval"])[1].startswith("bottega: no recipe given")
+    assert run_refused(capsys, ["crossval"])[1].startswith("bottega: no recipe given")
     prose = write_text(tmp_path / "prose.txt")
     arguments = ["crossval", "language", f"data.train.path={prose}", f"output_dir={tmp_path}"]
-    code, text = error_of(capsys, arguments)
+    code, text = run_refused(capsys, arguments)
     assert (code, "prose.txt is one text, which cannot be split across folds" in text) == (3, True)
     image, label = np.zeros((12, 8, 8), np.uint8), np.array(["a"] * 10 + ["b"] * 2)
     np.savez(tmp_path / "few.npz", image=image, label=label)
     own = {"task": "classify", "data.input": "image", "data.train.path": str(tmp_path / "few.npz")}
     (tmp_path / "few.yaml").write_text(json.dumps({**own, "output_dir": str(tmp_path), "training.max_steps": 1}))
     arguments = ["crossval", str(tmp_path / "few.yaml"), "--folds", "3"]
-    code, text = error_of(capsys, arguments)
+    code, text = run_refused(capsys, arguments)
     assert (code, "class 'b' has 2 samples, fewer than 3 folds" in text) == (3, True), text
     shards = tmp_path / "shards"
     assert cli.main(["prepare", "language", f"data.train.path={prose}", "--out", str(shards)]) == 0
     capsys.readouterr()
-    code, text = error_of(capsys, ["crossval", "language", f"data.train.path={shards}", f"output_dir={tmp_path}"])
+    code, text = run_refused(capsys, ["crossval", "language", f"data.train.path={shards}", f"output_dir={tmp_path}"])
     assert (code, "contains shards, which are already split" in text) == (2, True)
     monkeypatch.setenv("RANK", "0")
-    assert "start it without torchrun" in error_of(capsys, arguments_for(tmp_path))[1]
+    assert "start it without torchrun" in run_refused(capsys, crossval_arguments(tmp_path))[1]
 
 
 def test_second_command_in_the_same_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,7 +95,7 @@ def test_second_command_in_the_same_folder_is_refused(tmp_path: Path, capsys: py
     root = RunDirectory(tmp_path / "t-crossval")
     root.create()
     with Lock(root):
-        code, text = error_of(capsys, arguments_for(tmp_path))
+        code, text = run_refused(capsys, crossval_arguments(tmp_path))
     assert (code, "is in use by process" in text) == (9, True)
 
 
@@ -121,7 +122,7 @@ def read_files(run: Path) -> dict[str, tuple[int, bytes]]:
 @pytest.mark.slow
 def test_killed_command_resumes(tmp_path: Path) -> None:
     """Killed during the second of two folds, whose subprocess may live on; the next command waits for it."""
-    arguments = [*arguments_for(tmp_path), "--folds", "2", "--jobs", "1"]
+    arguments = [*crossval_arguments(tmp_path), "--folds", "2", "--jobs", "1"]
     root = tmp_path / "t-crossval"
     process = start_command(arguments)
     wait_until(lambda: (root / "fold-1" / "LOCK").is_file())
@@ -140,7 +141,7 @@ def test_killed_command_resumes(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_ctrl_c_saves_every_fold(tmp_path: Path) -> None:
     endless = {"training.max_steps": 1_000_000, "checkpoint.every": None, "evaluation.every": None}
-    arguments = [*arguments_for(tmp_path, **endless), "--folds", "2", "--jobs", "2"]
+    arguments = [*crossval_arguments(tmp_path, **endless), "--folds", "2", "--jobs", "2"]
     root = tmp_path / "t-crossval"
     process = start_command(arguments)
     wait_until(lambda: all((root / f"fold-{n}" / "metrics.jsonl").is_file() for n in range(2)))
@@ -157,7 +158,7 @@ def test_ctrl_c_saves_every_fold(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_broken_fold_does_not_stop_the_others(tmp_path: Path) -> None:
     write_texts(tmp_path)
-    arguments = [*arguments_for(tmp_path), "--folds", "2", "--jobs", "2"]
+    arguments = [*crossval_arguments(tmp_path), "--folds", "2", "--jobs", "2"]
     broken = tmp_path / "t-crossval" / "fold-0" / "checkpoints" / "step-00000002"
     broken.mkdir(parents=True)
     done = run_bottega(arguments)

@@ -758,7 +758,7 @@ def test_full_disk_during_preparation(run_cli: Any, tmp_path: Path, monkeypatch:
     process = run_bottega(
         arguments,
         env={"XDG_CACHE_HOME": str(cache)},
-        first="import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))",
+        setup_code="import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))",
     )
     assert_one_line(process.returncode, process.stderr, 5, cache, "File too large", "free some space")
     assert not list(cache.glob("bottega/*/")), "no partial output is left"
@@ -774,7 +774,7 @@ def test_full_disk_under_out(run_cli: Any, tmp_path: Path) -> None:
     assert run_cli(*arguments).code == 0  # the prepared data is in the cache
     process = run_bottega(
         [*arguments, "--out", str(out)],
-        first="import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))",
+        setup_code="import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))",
     )
     assert_one_line(
         process.returncode, process.stderr, 5, f"--out: cannot write {out}", "size limit", "make room there"

@@ -41,7 +41,7 @@ MOMENTS: dict[str, list[tuple[str, str]]] = {
     "save": [("os.mkdir", ".tmp-"), ("open", ".tmp-"), ("os.rename", "/step-")],
     "rotate": [("os.rename", ".trash-"), ("shutil.rmtree", ".trash-"), ("os.remove", "safetensors")],
 }
-"""Moment -> (audit event raised before an operation, substring of its path)."""
+"""Moment -> operations to kill the process before: (audit event, substring of its path)."""
 KILLER = """
 import os, signal, sys
 
@@ -66,8 +66,8 @@ def kill_at(moment: str, arguments: list[str], hooks: Path, rng: random.Random) 
     count = 1 if moment == "start" else rng.randint(1, 6)
     paths = os.pathsep.join([str(hooks), environment()["PYTHONPATH"]])
     # A warm process has imported everything already.
-    hooked = {"PYTHONPATH": paths, "KILL_AT": f"{event}|{part}|{count}"}
-    done = run_bottega(arguments, env=hooked, cold=moment == "start")
+    variables = {"PYTHONPATH": paths, "KILL_AT": f"{event}|{part}|{count}"}
+    done = run_bottega(arguments, env=variables, cold=moment == "start")
     assert done.returncode in (0, -signal.SIGKILL), done.stderr
     return done.returncode != 0
 
@@ -129,7 +129,7 @@ def test_file_size_limit_exits_with_5_and_keeps_the_older_checkpoint(
     before = read_tensors(run)
     size = max(path.stat().st_size for path in run.glob("checkpoints/step-*/*"))
     arguments = train_arguments(tmp_path, text_file, "--quiet", **options, **{"training.max_steps": 40})
-    done = run_bottega(arguments, first=limit_files(size - 1000))
+    done = run_bottega(arguments, setup_code=limit_files(size - 1000))
     assert done.returncode == 5, done.stderr
     line = done.stderr.strip().splitlines()[-1]
     assert line.startswith(f"bottega: cannot write {run / 'checkpoints'}: the file would exceed the size limit")

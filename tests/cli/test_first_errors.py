@@ -21,7 +21,8 @@ from small_run import train, write_text
 DISTILL = "techniques=[{name: distill, options: {teacher: nowhere, hidden: 1}}]"
 
 
-def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def run_refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Run a command that must exit with code 2; return its standard error."""
     assert cli.main(list(arguments)) == 2
     return capsys.readouterr().err
 
@@ -82,9 +83,9 @@ def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_plan_and_train_refuse_with_the_same_message(
     arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert message in error_of(capsys, "plan", *arguments, "--check")
+    assert message in run_refused(capsys, "plan", *arguments, "--check")
     if "nowhere" not in arguments[-1]:  # train checks this one after the data is read
-        assert message in error_of(capsys, "train", *arguments, f"output_dir={tmp_path}")
+        assert message in run_refused(capsys, "train", *arguments, f"output_dir={tmp_path}")
         assert list(tmp_path.iterdir()) == [], "no run was started"
 
 
@@ -145,12 +146,12 @@ def test_error_names_the_source_of_the_value(tmp_path: Path, capsys: pytest.Capt
         ("techniques=[{name: lora, options: {rank: 0}}]", "techniques.0.options: rank: "),
         ("data.sources=[{kind: embedded, labels: []}]", "data.sources.0.labels: "),
     ):
-        message = error_of(capsys, "plan", str(mine), word, "--check")
+        message = run_refused(capsys, "plan", str(mine), word, "--check")
         assert message.startswith(f"bottega: command line: {key}"), message
     later.write_text("seed: 1\ntechniques: [{name: lora, options: {rank: 0}}]\n")
-    assert error_of(capsys, "plan", str(mine), str(later), "--check").startswith(f"bottega: {later}:2: techniques.0")
+    assert run_refused(capsys, "plan", str(mine), str(later), "--check").startswith(f"bottega: {later}:2: techniques.0")
     mine.write_text(FILE.replace("rank: 4", "rank: 0"))
-    assert error_of(capsys, "plan", str(mine), "seed=1", "--check").startswith(
+    assert run_refused(capsys, "plan", str(mine), "seed=1", "--check").startswith(
         f"bottega: {mine}:4: techniques.0.options"
     )
 
@@ -168,7 +169,7 @@ def test_error_names_the_source_of_the_value(tmp_path: Path, capsys: pytest.Capt
     ],
 )
 def test_wrong_list_syntax_is_explained(word: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert message in error_of(capsys, "plan", "classify/image", word, "--check")
+    assert message in run_refused(capsys, "plan", "classify/image", word, "--check")
 
 
 def test_single_list_item_in_a_dict_is_explained() -> None:
@@ -244,8 +245,8 @@ def test_default_prompts_apply_to_the_default_data_only(tmp_path: Path) -> None:
 def test_every_bundled_recipe_is_documented() -> None:
     page = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
     table = page[page.index("## Bundled recipes") :]
-    first = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
-    listed = [name.strip(" `") for cell in first for name in cell.split(",")]
+    first_cells = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
+    listed = [name.strip(" `") for cell in first_cells for name in cell.split(",")]
     assert sorted(listed) == bundled_recipes.list_recipe_names()
 
 

@@ -40,15 +40,15 @@ CONFIGURATION = {
 }
 
 
-def test_two_save_frequencies_use_the_first() -> None:
+def test_more_frequent_of_two_save_frequencies_is_used() -> None:
     resolved = check_recipe(["routing", CONFIGURATION])
     assert str(resolved.recipe.checkpoint.every) == "5 epochs"
     assert any("save_frequency 5 and checkpoint_frequency 10" in note for note in resolved.notes)
-    other = check_recipe(["routing", {**CONFIGURATION, "save_frequency": 10, "checkpoint_frequency": 10}])
-    assert str(other.recipe.checkpoint.every) == "10 epochs"
-    assert not any("both say" in note for note in other.notes)
-    third = check_recipe(["routing", {"save_frequency": 0, "checkpoint_frequency": 3}]).recipe
-    assert str(third.checkpoint.every) == "3 epochs"
+    equal = check_recipe(["routing", {**CONFIGURATION, "save_frequency": 10, "checkpoint_frequency": 10}])
+    assert str(equal.recipe.checkpoint.every) == "10 epochs"
+    assert not any("both set checkpoint.every" in note for note in equal.notes)
+    first_off = check_recipe(["routing", {"save_frequency": 0, "checkpoint_frequency": 3}]).recipe
+    assert str(first_off.checkpoint.every) == "3 epochs"
 
 
 def test_curriculum_stages_by_difficulty() -> None:

@@ -98,9 +98,9 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], Any], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("what", BAD)
-def test_a_bad_record_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str], what: str) -> None:
-    change, parts = BAD[what]
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_record_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str], case: str) -> None:
+    change, parts = BAD[case]
     path = write_records(tmp_path, replace_third_row(change))
     prepare(capfd, path).assert_refused(3, f"{path}, line 3", *parts)
     prepare(capfd, path, "data.bad_records=skip").assert_refused(
@@ -116,18 +116,18 @@ def test_a_bad_record_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]
 @pytest.mark.parametrize("damage", ["text", "cut", "empty", "bomb", "folder"])
 def test_damaged_images_are_bad_records(tmp_path: Path, capfd: pytest.CaptureFixture[str], damage: str) -> None:
     path = write_records(tmp_path, [record(1, [1, 2], 3), *(record(user, [5, 6], 7) for user in range(2, 20))])
-    path_of_image = tmp_path / "pictures/2.png"
+    image_path = tmp_path / "pictures/2.png"
     content = {
-        "text": b"this is no picture",
-        "cut": path_of_image.read_bytes()[:60],
+        "text": b"this is not an image",
+        "cut": image_path.read_bytes()[:60],
         "empty": b"",
         "bomb": _bomb(),
         "folder": b"",
     }[damage]
-    path_of_image.write_bytes(content)
+    image_path.write_bytes(content)
     if damage == "folder":
-        path_of_image.unlink()
-        path_of_image.mkdir()
+        image_path.unlink()
+        image_path.mkdir()
     prepare(capfd, path).assert_refused(3, f"{path}, line 1", "pictures/2.png", "data.bad_records=skip")
     skipped = prepare(capfd, path, "data.bad_records=skip", "data.max_bad=0.1")
     assert skipped.code == 0

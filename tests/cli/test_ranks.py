@@ -86,7 +86,7 @@ def test_missing_rank_times_out(tmp_path: Path, text_file: Path) -> None:
         port = free.getsockname()[1]
     alone = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     short = "from bottega.engines.torch import heartbeat; heartbeat.LOCAL_JOIN_TIMEOUT = 2.0"
-    done = run_bottega(train_arguments(tmp_path, text_file, "--quiet", name="x"), env=alone, first=short)
+    done = run_bottega(train_arguments(tmp_path, text_file, "--quiet", name="x"), env=alone, setup_code=short)
     assert done.returncode == 8
     assert "bottega: rank 0: rank 1 did not join within 2 s" in done.stderr
 

@@ -111,7 +111,7 @@ def test_repeated_signal_is_one_request_for_several_ranks(monkeypatch: pytest.Mo
 
 def test_json_has_no_infinity(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     report = {"metrics": {"loss": math.nan, "rows": [math.inf, 1.0]}}
-    monkeypatch.setitem(cli.VERBS, "doctor", Verb("", lambda parser: None, lambda arguments, rest: report))
+    monkeypatch.setitem(cli.VERBS, "doctor", Verb("", lambda parser: None, lambda arguments, words: report))
     assert cli.main(["doctor", "--json"]) == 0
     assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == {
         "metrics": {"loss": None, "rows": [None, 1.0]}

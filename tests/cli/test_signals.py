@@ -144,7 +144,7 @@ def test_signal_during_a_long_c_call(tmp_path: Path) -> None:
     code = (
         "import hashlib, os, signal, threading\n"
         "from bottega import signals\n"
-        "signals.HANDLER_TIMEOUT = 0.2\n"
+        "signals.HANDLER_TIMEOUT_SECONDS = 0.2\n"
         "with signals.CommandSignals():\n"
         "    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()\n"
         "    hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)\n"

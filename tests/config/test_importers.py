@@ -217,106 +217,107 @@ BASES: dict[str, dict[str, Any]] = {
     "trainer": {"output_dir": "out"},
     "lightning": {"trainer": {"max_epochs": 3}},
 }
-ANY = "axolotl llamafactory trainer"
-HUGGING = "llamafactory trainer"
+TRANSFORMERS_BASED = "axolotl llamafactory trainer"
+TRAINING_ARGUMENTS = "llamafactory trainer"
+"""Formats whose keys are those of TrainingArguments."""
 
 # Formats, a snippet of the source, the recipe key, the recipe value.
-TABLE: list[tuple[str, str, str, Any]] = [
+TRANSLATIONS: list[tuple[str, str, str, Any]] = [
     ("axolotl", "base_model: x/y", "model.from", "x/y"),
-    (HUGGING, "model_name_or_path: x/y", "model.from", "x/y"),
-    (ANY, "learning_rate: '1e-5'", "training.learning_rate", 1e-5),
-    (ANY, "weight_decay: 0.2", "training.weight_decay", 0.2),
-    (ANY, "max_steps: 70", "training.max_steps", 70),
-    (HUGGING, "num_train_epochs: 3.0", "training.num_epochs", 3),
-    (HUGGING, "num_train_epochs: 2.5", "training.num_epochs", 3),
+    (TRAINING_ARGUMENTS, "model_name_or_path: x/y", "model.from", "x/y"),
+    (TRANSFORMERS_BASED, "learning_rate: '1e-5'", "training.learning_rate", 1e-5),
+    (TRANSFORMERS_BASED, "weight_decay: 0.2", "training.weight_decay", 0.2),
+    (TRANSFORMERS_BASED, "max_steps: 70", "training.max_steps", 70),
+    (TRAINING_ARGUMENTS, "num_train_epochs: 3.0", "training.num_epochs", 3),
+    (TRAINING_ARGUMENTS, "num_train_epochs: 2.5", "training.num_epochs", 3),
     ("axolotl", "num_epochs: 4", "training.num_epochs", 4),
     ("axolotl", "micro_batch_size: 3", "training.batch_size", 3),
     ("axolotl", "{micro_batch_size: 2, batch_size: 16}", "training.gradient_accumulation_steps", 8),
     ("axolotl", "{micro_batch_size: 2, batch_size: 16}", "training.batch_size", 2),
     ("axolotl", "eval_batch_size: 5", "evaluation.batch_size", 5),
-    (HUGGING, "per_device_train_batch_size: 3", "training.batch_size", 3),
-    (HUGGING, "per_gpu_train_batch_size: 3", "training.batch_size", 3),
-    (HUGGING, "per_device_eval_batch_size: 5", "evaluation.batch_size", 5),
-    (HUGGING, "auto_find_batch_size: true", "training.micro_batch_size", "auto"),
-    (ANY, "gradient_accumulation_steps: 6", "training.gradient_accumulation_steps", 6),
-    (HUGGING, "optim: adamw_torch_fused", "training.optimizer.name", "adamw"),
-    (HUGGING, "optim: adamw_bnb_8bit", "training.optimizer.name", "adamw"),
-    (HUGGING, "optim: paged_lion_8bit", "training.optimizer.name", "lion"),
-    (HUGGING, "optim: lion_32bit", "training.optimizer.betas", [0.9, 0.999]),
-    (HUGGING, "optim: sgd", "training.optimizer.momentum", 0.0),
-    (HUGGING, "optim: adafactor", "training.optimizer.name", "adafactor"),
+    (TRAINING_ARGUMENTS, "per_device_train_batch_size: 3", "training.batch_size", 3),
+    (TRAINING_ARGUMENTS, "per_gpu_train_batch_size: 3", "training.batch_size", 3),
+    (TRAINING_ARGUMENTS, "per_device_eval_batch_size: 5", "evaluation.batch_size", 5),
+    (TRAINING_ARGUMENTS, "auto_find_batch_size: true", "training.micro_batch_size", "auto"),
+    (TRANSFORMERS_BASED, "gradient_accumulation_steps: 6", "training.gradient_accumulation_steps", 6),
+    (TRAINING_ARGUMENTS, "optim: adamw_torch_fused", "training.optimizer.name", "adamw"),
+    (TRAINING_ARGUMENTS, "optim: adamw_bnb_8bit", "training.optimizer.name", "adamw"),
+    (TRAINING_ARGUMENTS, "optim: paged_lion_8bit", "training.optimizer.name", "lion"),
+    (TRAINING_ARGUMENTS, "optim: lion_32bit", "training.optimizer.betas", [0.9, 0.999]),
+    (TRAINING_ARGUMENTS, "optim: sgd", "training.optimizer.momentum", 0.0),
+    (TRAINING_ARGUMENTS, "optim: adafactor", "training.optimizer.name", "adafactor"),
     ("axolotl", "optimizer: muon", "training.optimizer.name", "muon"),
     ("axolotl", "optimizer: paged_adamw_32bit", "training.optimizer.name", "adamw"),
     ("llamafactory", "use_muon: true", "training.optimizer.name", "muon"),
-    (ANY, "adam_beta1: 0.8", "training.optimizer.betas", [0.8, 0.999]),
-    (ANY, "{adam_beta1: 0.8, adam_beta2: 0.95}", "training.optimizer.betas", [0.8, 0.95]),
-    (ANY, "adam_epsilon: 1e-6", "training.optimizer.eps", 1e-6),
-    (ANY, "max_grad_norm: 0.3", "training.max_grad_norm", 0.3),
-    (ANY, "max_grad_norm: 0", "training.max_grad_norm", None),
+    (TRANSFORMERS_BASED, "adam_beta1: 0.8", "training.optimizer.betas", [0.8, 0.999]),
+    (TRANSFORMERS_BASED, "{adam_beta1: 0.8, adam_beta2: 0.95}", "training.optimizer.betas", [0.8, 0.95]),
+    (TRANSFORMERS_BASED, "adam_epsilon: 1e-6", "training.optimizer.eps", 1e-6),
+    (TRANSFORMERS_BASED, "max_grad_norm: 0.3", "training.max_grad_norm", 0.3),
+    (TRANSFORMERS_BASED, "max_grad_norm: 0", "training.max_grad_norm", None),
     ("axolotl", "lr_scheduler: linear", "training.scheduler.name", "linear"),
     ("axolotl", "lr_scheduler: one_cycle", "training.scheduler.name", "one_cycle"),
     ("axolotl", "cosine_min_lr_ratio: 0.1", "training.scheduler.min_ratio", 0.1),
-    (HUGGING, "lr_scheduler_type: constant_with_warmup", "training.scheduler.name", "constant"),
-    (HUGGING, "lr_scheduler_type: inverse_sqrt", "training.scheduler.name", "inverse_sqrt"),
-    (HUGGING, "lr_scheduler_type: warmup_stable_decay", "training.scheduler.name", "wsd"),
-    (HUGGING, "lr_scheduler_type: polynomial", "training.scheduler.eta_min", 1e-7),
-    (HUGGING, "lr_scheduler_type: reduce_lr_on_plateau", "training.scheduler.patience", 10),
-    (HUGGING, "lr_scheduler_type: reduce_lr_on_plateau", "training.scheduler.factor", 0.1),
+    (TRAINING_ARGUMENTS, "lr_scheduler_type: constant_with_warmup", "training.scheduler.name", "constant"),
+    (TRAINING_ARGUMENTS, "lr_scheduler_type: inverse_sqrt", "training.scheduler.name", "inverse_sqrt"),
+    (TRAINING_ARGUMENTS, "lr_scheduler_type: warmup_stable_decay", "training.scheduler.name", "wsd"),
+    (TRAINING_ARGUMENTS, "lr_scheduler_type: polynomial", "training.scheduler.eta_min", 1e-7),
+    (TRAINING_ARGUMENTS, "lr_scheduler_type: reduce_lr_on_plateau", "training.scheduler.patience", 10),
+    (TRAINING_ARGUMENTS, "lr_scheduler_type: reduce_lr_on_plateau", "training.scheduler.factor", 0.1),
     (
-        HUGGING,
+        TRAINING_ARGUMENTS,
         "{lr_scheduler_type: cosine_with_min_lr, lr_scheduler_kwargs: {min_lr: 1e-6}}",
         "training.scheduler.eta_min",
         1e-6,
     ),
-    (HUGGING, "lr_scheduler_kwargs: {min_lr_rate: 0.1}", "training.scheduler.min_ratio", 0.1),
+    (TRAINING_ARGUMENTS, "lr_scheduler_kwargs: {min_lr_rate: 0.1}", "training.scheduler.min_ratio", 0.1),
     (
-        HUGGING,
+        TRAINING_ARGUMENTS,
         "{lr_scheduler_type: cosine_with_restarts, lr_scheduler_kwargs: {num_cycles: 3}}",
         "training.scheduler.cycles",
         3,
     ),
     (
-        HUGGING,
+        TRAINING_ARGUMENTS,
         "{max_steps: 200, lr_scheduler_kwargs: {num_decay_steps: 50}}",
         "training.scheduler.decay_fraction",
         0.25,
     ),
-    (ANY, "warmup_steps: 30", "training.scheduler.warmup_steps", 30),
-    (ANY, "warmup_ratio: 0.05", "training.scheduler.warmup_steps", "5%"),
-    (ANY, "{warmup_steps: 10, warmup_ratio: 0.05}", "training.scheduler.warmup_steps", 10),
-    (HUGGING, "{warmup_steps: 0, warmup_ratio: 0.05}", "training.scheduler.warmup_steps", "5%"),
-    (HUGGING, "warmup_steps: 0.1", "training.scheduler.warmup_steps", "10%"),
-    (ANY, "bf16: true", "training.mixed_precision", "bf16"),
-    (ANY, "bf16: auto", "training.mixed_precision", "auto"),
-    (ANY, "{fp16: true, bf16: false}", "training.mixed_precision", "fp16"),
-    (ANY, "{fp16: false, bf16: false}", "training.mixed_precision", "fp32"),
+    (TRANSFORMERS_BASED, "warmup_steps: 30", "training.scheduler.warmup_steps", 30),
+    (TRANSFORMERS_BASED, "warmup_ratio: 0.05", "training.scheduler.warmup_steps", "5%"),
+    (TRANSFORMERS_BASED, "{warmup_steps: 10, warmup_ratio: 0.05}", "training.scheduler.warmup_steps", 10),
+    (TRAINING_ARGUMENTS, "{warmup_steps: 0, warmup_ratio: 0.05}", "training.scheduler.warmup_steps", "5%"),
+    (TRAINING_ARGUMENTS, "warmup_steps: 0.1", "training.scheduler.warmup_steps", "10%"),
+    (TRANSFORMERS_BASED, "bf16: true", "training.mixed_precision", "bf16"),
+    (TRANSFORMERS_BASED, "bf16: auto", "training.mixed_precision", "auto"),
+    (TRANSFORMERS_BASED, "{fp16: true, bf16: false}", "training.mixed_precision", "fp16"),
+    (TRANSFORMERS_BASED, "{fp16: false, bf16: false}", "training.mixed_precision", "fp32"),
     ("axolotl", "float32: true", "training.mixed_precision", "fp32"),
     ("axolotl", "bfloat16: true", "training.mixed_precision", "bf16"),
     ("llamafactory", "pure_bf16: true", "training.mixed_precision", "bf16"),
-    (ANY, "gradient_checkpointing: true", "training.gradient_checkpointing", True),
+    (TRANSFORMERS_BASED, "gradient_checkpointing: true", "training.gradient_checkpointing", True),
     ("axolotl", "gradient_checkpointing: offload", "training.gradient_checkpointing", True),
     ("llamafactory", "disable_gradient_checkpointing: true", "training.gradient_checkpointing", False),
-    (ANY, "torch_compile: true", "training.compile", True),
-    (ANY, "dataloader_num_workers: 4", "data.workers", 4),
-    (ANY, "dataloader_pin_memory: false", "data.pin_memory", False),
-    (ANY, "{dataloader_prefetch_factor: 3, dataloader_num_workers: 2}", "data.prefetch", 6),
-    (HUGGING, "label_smoothing_factor: 0.1", "training.label_smoothing", 0.1),
-    (HUGGING, "ema_decay: 0.999", "training.ema", 0.999),
-    (ANY, "eval_steps: 50", "evaluation.every", 50),
-    (ANY, "eval_steps: 0.1", "evaluation.every", "10%"),
-    (ANY, "eval_strategy: epoch", "evaluation.every", "1 epoch"),
-    (HUGGING, "evaluation_strategy: 'no'", "evaluation.every", None),
-    (HUGGING, "{eval_strategy: steps, logging_steps: 25}", "evaluation.every", 25),
-    (ANY, "save_steps: 60", "checkpoint.every", 60),
-    (ANY, "save_strategy: epoch", "checkpoint.every", "1 epoch"),
-    (ANY, "save_strategy: no", "checkpoint.every", None),
+    (TRANSFORMERS_BASED, "torch_compile: true", "training.compile", True),
+    (TRANSFORMERS_BASED, "dataloader_num_workers: 4", "data.workers", 4),
+    (TRANSFORMERS_BASED, "dataloader_pin_memory: false", "data.pin_memory", False),
+    (TRANSFORMERS_BASED, "{dataloader_prefetch_factor: 3, dataloader_num_workers: 2}", "data.prefetch", 6),
+    (TRAINING_ARGUMENTS, "label_smoothing_factor: 0.1", "training.label_smoothing", 0.1),
+    (TRAINING_ARGUMENTS, "ema_decay: 0.999", "training.ema", 0.999),
+    (TRANSFORMERS_BASED, "eval_steps: 50", "evaluation.every", 50),
+    (TRANSFORMERS_BASED, "eval_steps: 0.1", "evaluation.every", "10%"),
+    (TRANSFORMERS_BASED, "eval_strategy: epoch", "evaluation.every", "1 epoch"),
+    (TRAINING_ARGUMENTS, "evaluation_strategy: 'no'", "evaluation.every", None),
+    (TRAINING_ARGUMENTS, "{eval_strategy: steps, logging_steps: 25}", "evaluation.every", 25),
+    (TRANSFORMERS_BASED, "save_steps: 60", "checkpoint.every", 60),
+    (TRANSFORMERS_BASED, "save_strategy: epoch", "checkpoint.every", "1 epoch"),
+    (TRANSFORMERS_BASED, "save_strategy: no", "checkpoint.every", None),
     ("axolotl", "saves_per_epoch: 2", "checkpoint.every", "0.5 epochs"),
     ("axolotl", "evals_per_epoch: 3", "evaluation.every", "0.333333 epochs"),
-    (ANY, "logging_steps: 7", "logging.every", 7),
-    (HUGGING, "logging_strategy: epoch", "logging.every", "1 epoch"),
-    (ANY, "save_total_limit: 2", "checkpoint.keep", 2),
-    (ANY, "metric_for_best_model: eval_loss", "evaluation.metric", "loss"),
-    (ANY, "metric_for_best_model: eval_perplexity", "evaluation.metric", "perplexity"),
+    (TRANSFORMERS_BASED, "logging_steps: 7", "logging.every", 7),
+    (TRAINING_ARGUMENTS, "logging_strategy: epoch", "logging.every", "1 epoch"),
+    (TRANSFORMERS_BASED, "save_total_limit: 2", "checkpoint.keep", 2),
+    (TRANSFORMERS_BASED, "metric_for_best_model: eval_loss", "evaluation.metric", "loss"),
+    (TRANSFORMERS_BASED, "metric_for_best_model: eval_perplexity", "evaluation.metric", "perplexity"),
     ("trainer", "metric_for_best_model: eval_accuracy", "evaluation.metric", "accuracy"),
     ("trainer", "metric_for_best_model: acc", "evaluation.metric", "accuracy"),
     ("trainer", "metric_for_best_model: eval_f1", "evaluation.metric", "macro_f1"),
@@ -336,28 +337,28 @@ TABLE: list[tuple[str, str, str, Any]] = [
         "training.early_stopping.metric",
         "perplexity",
     ),
-    (ANY, "seed: 3", "seed", 3),
-    (ANY, "output_dir: here/there", "output_dir", "here/there"),
-    (HUGGING, "full_determinism: true", "deterministic", True),
-    (HUGGING, "use_cpu: true", "device", "cpu"),
+    (TRANSFORMERS_BASED, "seed: 3", "seed", 3),
+    (TRANSFORMERS_BASED, "output_dir: here/there", "output_dir", "here/there"),
+    (TRAINING_ARGUMENTS, "full_determinism: true", "deterministic", True),
+    (TRAINING_ARGUMENTS, "use_cpu: true", "device", "cpu"),
     ("axolotl", "device: cuda:0", "device", "cuda"),
-    (HUGGING, "run_name: mine", "logging.wandb.name", "mine"),
-    (HUGGING, "report_to: [wandb]", "logging.wandb.enabled", True),
-    (HUGGING, "report_to: none", "logging.tensorboard", False),
-    (HUGGING, "report_to: tensorboard", "logging.tensorboard", True),
+    (TRAINING_ARGUMENTS, "run_name: mine", "logging.wandb.name", "mine"),
+    (TRAINING_ARGUMENTS, "report_to: [wandb]", "logging.wandb.enabled", True),
+    (TRAINING_ARGUMENTS, "report_to: none", "logging.tensorboard", False),
+    (TRAINING_ARGUMENTS, "report_to: tensorboard", "logging.tensorboard", True),
     ("axolotl", "use_tensorboard: true", "logging.tensorboard", True),
     ("axolotl", "wandb_tags: [a, b]", "logging.wandb.tags", ["a", "b"]),
-    (ANY, "wandb_project: p", "logging.wandb.project", "p"),
-    (ANY, "wandb_entity: e", "logging.wandb.entity", "e"),
-    (ANY, "wandb_name: n", "logging.wandb.name", "n"),
-    (ANY, "wandb_mode: offline", "logging.wandb.offline", True),
-    (ANY, "wandb_mode: disabled", "logging.wandb.enabled", False),
-    (ANY, "deepspeed: ds/zero3.json", "distributed.strategy", "fsdp"),
-    (ANY, "deepspeed: ds/z2_offload.json", "distributed.offload", True),
-    (ANY, "deepspeed: {zero_optimization: {stage: 2}}", "distributed.strategy", "fsdp"),
-    (ANY, "deepspeed: {zero_optimization: {stage: 0}}", "distributed.strategy", "ddp"),
-    (ANY, "fsdp: [full_shard, auto_wrap]", "distributed.strategy", "fsdp"),
-    (ANY, "fsdp: full_shard offload", "distributed.offload", True),
+    (TRANSFORMERS_BASED, "wandb_project: p", "logging.wandb.project", "p"),
+    (TRANSFORMERS_BASED, "wandb_entity: e", "logging.wandb.entity", "e"),
+    (TRANSFORMERS_BASED, "wandb_name: n", "logging.wandb.name", "n"),
+    (TRANSFORMERS_BASED, "wandb_mode: offline", "logging.wandb.offline", True),
+    (TRANSFORMERS_BASED, "wandb_mode: disabled", "logging.wandb.enabled", False),
+    (TRANSFORMERS_BASED, "deepspeed: ds/zero3.json", "distributed.strategy", "fsdp"),
+    (TRANSFORMERS_BASED, "deepspeed: ds/z2_offload.json", "distributed.offload", True),
+    (TRANSFORMERS_BASED, "deepspeed: {zero_optimization: {stage: 2}}", "distributed.strategy", "fsdp"),
+    (TRANSFORMERS_BASED, "deepspeed: {zero_optimization: {stage: 0}}", "distributed.strategy", "ddp"),
+    (TRANSFORMERS_BASED, "fsdp: [full_shard, auto_wrap]", "distributed.strategy", "fsdp"),
+    (TRANSFORMERS_BASED, "fsdp: full_shard offload", "distributed.offload", True),
     ("axolotl", "{fsdp_version: 2, fsdp_config: {offload_params: true}}", "distributed.offload", True),
     (
         "axolotl",
@@ -507,7 +508,7 @@ TABLE: list[tuple[str, str, str, Any]] = [
     ),
     ("lightning", "lr_scheduler: {class_path: x.ReduceLROnPlateau}", "training.scheduler.patience", 10),
 ]
-ROWS = [(kind, snippet, key, value) for kinds, snippet, key, value in TABLE for kind in kinds.split()]
+ROWS = [(kind, snippet, key, value) for kinds, snippet, key, value in TRANSLATIONS for kind in kinds.split()]
 
 
 def translate_example(kind: str, config: dict[str, Any]) -> Translation:
@@ -575,13 +576,13 @@ def test_full_configuration_is_imported(kind: str, tmp_path: Path) -> None:
     ("kind", "size", "per_process"),
     [("axolotl", (2, 4), 8), ("llamafactory", (1, 8), 8), ("trainer", (16, 2), 32), ("lightning", (32, 4), 128)],
 )
-@pytest.mark.parametrize("world", [1, 2, 8])
+@pytest.mark.parametrize("num_processes", [1, 2, 8])
 def test_global_batch_size_matches_the_source_on_any_number_of_processes(
-    kind: str, size: tuple[int, int], per_process: int, world: int
+    kind: str, size: tuple[int, int], per_process: int, num_processes: int
 ) -> None:
     recipe = check_recipe([translate_example(kind, EXAMPLES[kind]).to_recipe()]).recipe
     assert (recipe.training.batch_size, recipe.training.gradient_accumulation_steps) == size
-    assert get_global_batch_size(recipe, world) == per_process * world
+    assert get_global_batch_size(recipe, num_processes) == per_process * num_processes
 
 
 @pytest.mark.parametrize("kind", ["llamafactory", "trainer"])
@@ -656,8 +657,8 @@ def collect_handled_keys(kind: str) -> set[str]:
     skipped = {
         key
         for table in tables
-        for part in (table.no_counterpart, table.not_built_yet, table.meaningless)
-        for key in part
+        for reasons in (table.no_counterpart, table.not_implemented_yet, table.not_applicable)
+        for key in reasons
     }
     configs = [parse_yaml(snippet, "s").value for name, snippet, _, _ in ROWS if name == kind]
     return (
@@ -691,8 +692,8 @@ def test_many_keys_are_handled(kind: str) -> None:
     ]
 
 
-# Every argument of transformers 5.
-ARGUMENTS = """
+# Every field of TrainingArguments in transformers 5.
+ARGUMENT_NAMES = """
 output_dir per_device_train_batch_size num_train_epochs max_steps learning_rate lr_scheduler_type lr_scheduler_kwargs
 warmup_steps optim optim_args weight_decay adam_beta1 adam_beta2 adam_epsilon optim_target_modules
 gradient_accumulation_steps average_tokens_across_devices max_grad_norm label_smoothing_factor bf16 fp16 bf16_full_eval
@@ -716,7 +717,7 @@ do_predict resume_from_checkpoint local_rank
 
 @pytest.mark.parametrize("kind", ["trainer", "llamafactory"])
 def test_every_transformers_argument_is_handled(kind: str) -> None:
-    translation = translate_example(kind, {**dict.fromkeys(ARGUMENTS.split(), "odd"), "seed": 1})
+    translation = translate_example(kind, {**dict.fromkeys(ARGUMENT_NAMES.split(), "odd"), "seed": 1})
     assert not [row.source_key for row in translation.unmapped if row.reason == UNKNOWN_REASON]
 
 

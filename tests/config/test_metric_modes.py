@@ -13,7 +13,7 @@ from bottega.tasks.recipes import load_recipe
 
 
 @pytest.mark.parametrize(
-    ("metric", "direction"),
+    ("metric", "mode"),
     [
         *(
             (name, "min")
@@ -27,14 +27,14 @@ from bottega.tasks.recipes import load_recipe
         ("something", None),
     ],
 )
-def test_mode_is_inferred_from_the_metric_name(metric: str, direction: str | None) -> None:
-    assert infer_metric_mode(metric) == direction
+def test_mode_is_inferred_from_the_metric_name(metric: str, mode: str | None) -> None:
+    assert infer_metric_mode(metric) == mode
     for key in ("evaluation", "training.early_stopping"):
         recipe: Any = load_recipe(["classify", {f"{key}.metric": metric}]).recipe
         block = recipe.evaluation if key == "evaluation" else recipe.training.early_stopping
-        assert block.is_maximised == (direction == "max")
-        if direction is not None:
-            wrong = {f"{key}.metric": metric, f"{key}.mode": "max" if direction == "min" else "min"}
+        assert block.is_maximised == (mode == "max")
+        if mode is not None:
+            wrong = {f"{key}.metric": metric, f"{key}.mode": "max" if mode == "min" else "min"}
             with pytest.raises(UsageError, match=rf"{key}.mode: \w+ {metric} is better, got \w+; remove it"):
                 load_recipe(["classify", wrong])
 

@@ -111,21 +111,21 @@ def test_global_batch_size() -> None:
         ({}, "5 steps"),
     ],
 )
-def test_bare_cadences_follow_the_runs_length(length: dict[str, Any], every: str) -> None:
+def test_unitless_cadences_follow_the_length_of_the_run(length: dict[str, Any], every: str) -> None:
     recipe = check_recipe([{"training": {"save_frequency": 5, "eval_steps": 5}}, {"training": length}]).recipe
     assert str(recipe.checkpoint.every) == every
     assert str(recipe.evaluation.every) == "5 steps"
 
 
 def test_early_stopping_spellings() -> None:
-    def stopping(**training: Any) -> Any:
+    def load_early_stopping(**training: Any) -> Any:
         return check_recipe([{"training": training}]).recipe.training.early_stopping
 
-    assert stopping() is None
-    assert stopping(early_stopping=True).patience == 3
-    assert stopping(early_stopping=True, patience=7).patience == 7
-    assert stopping(early_stopping_threshold=0.5).threshold == 0.5
-    assert stopping(early_stopping=False, patience=7) is None
+    assert load_early_stopping() is None
+    assert load_early_stopping(early_stopping=True).patience == 3
+    assert load_early_stopping(early_stopping=True, patience=7).patience == 7
+    assert load_early_stopping(early_stopping_threshold=0.5).threshold == 0.5
+    assert load_early_stopping(early_stopping=False, patience=7) is None
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,7 @@ def test_needs_are_set_as_a_block_or_by_key() -> None:
     assert load_recipe(["image", {"needs": {"judge": None}}]).recipe.needs == {}
     for override in ("needs.judge={run: runs/mine}", "needs.judge.run=runs/mine"):
         judge = load_needs(override)["judge"]
-        assert (judge.recipe, judge.run) == (None, "runs/mine"), "a finished run does not replace the recipe"
+        assert (judge.recipe, judge.run) == (None, "runs/mine"), "a finished run replaces the recipe"
     with pytest.raises(UsageError, match=r"needs\.judge\.setings\.x: unknown key"):
         load_needs("needs.judge.setings.x=1")
 

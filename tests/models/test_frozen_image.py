@@ -34,7 +34,7 @@ from bottega.tasks.generation.objectives import noise
 
 FAMILIES: dict[str, Callable[[Path], Path]] = {
     "sd": tiny_pipelines.write_stable_diffusion,
-    "sd2": lambda folder: tiny_pipelines.write_stable_diffusion(folder, second=True),
+    "sd2": lambda folder: tiny_pipelines.write_stable_diffusion(folder, version_2=True),
     "sdxl": tiny_pipelines.write_stable_diffusion_xl,
     "flow": tiny_pipelines.write_stable_diffusion_3,
     "flow_without_t5": lambda folder: tiny_pipelines.write_stable_diffusion_3(folder, with_t5=False),

@@ -18,7 +18,7 @@ from bottega.plots.heatmap import plot_experts, plot_forgetting
 from bottega.plots.lr_range import plot_range_test
 from bottega.plots.spectrogram import Panel, plot_panels
 from bottega.plots.spikes import MAX_UNITS, plot_spikes
-from recorded_figures import record_figures, texts_of
+from recorded_figures import list_texts, record_figures
 
 Image = pytest.importorskip("PIL.Image")
 pytest.importorskip("matplotlib")
@@ -45,7 +45,7 @@ def test_confusion_matrix_of_any_number_of_classes_fits_the_screen(count: int, t
 
 def test_confusion_matrix_has_a_count_in_each_filled_cell(figures: list[Any], tmp_path: Path) -> None:
     plot_confusion_matrix(np.array([[90, 0], [7, 1003]]), ("no", "yes"), tmp_path / "c.png")
-    texts = texts_of(figures[0])
+    texts = list_texts(figures[0])
     assert {"90", "7", "1,003", "no", "yes", "predicted class", "true class"} <= set(texts)
     assert "1,093 of 1,100 correct (99.4 %)" in texts
 
@@ -57,7 +57,7 @@ def test_calibration_has_a_bar_for_each_filled_bin(figures: list[Any], tmp_path:
     top, bottom = figures[0].axes
     assert [bar.get_height() for bar in top.patches] == [0.5, 0.7]
     assert [bar.get_height() for bar in bottom.patches] == [10, 30]
-    assert "40 predictions; expected calibration error 0.175" in texts_of(figures[0])
+    assert "40 predictions; expected calibration error 0.175" in list_texts(figures[0])
 
 
 def build_group(label: str, values: list[float]) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def test_bars_have_a_legend_for_each_condition_and_a_line_at_chance(figures: lis
         chance={"wish": 0.2},
     )
     assert len(figures[0].axes[0].patches) == 3
-    assert {"none: prompt only", "both: all", "chance"} <= set(texts_of(figures[0]))
+    assert {"none: prompt only", "both: all", "chance"} <= set(list_texts(figures[0]))
 
 
 def test_range_test_marks_the_suggestion_and_cuts_a_diverging_loss(figures: list[Any], tmp_path: Path) -> None:
@@ -114,13 +114,13 @@ def test_range_test_marks_the_suggestion_and_cuts_a_diverging_loss(figures: list
     axes = figures[0].axes[0]
     assert list(axes.lines[2].get_xdata()) == [1e-2, 1e-2]
     assert axes.get_ylim()[1] == pytest.approx(2.5 + 0.7 * 1.1)
-    assert {"1e-5", "1e-3", "0.1", "1"} <= set(texts_of(figures[0]))
+    assert {"1e-5", "1e-3", "0.1", "1"} <= set(list_texts(figures[0]))
 
 
 def test_forgetting_matrix_leaves_missing_values_blank(figures: list[Any], tmp_path: Path) -> None:
     matrix = [[0.9, None], [0.7, 0.8]]
     plot_forgetting(matrix, ["digits", "letters"], tmp_path / "f.png", metric="accuracy", maximise=True)
-    assert {"0.900", "0.700", "0.800"} <= set(texts_of(figures[0]))
+    assert {"0.900", "0.700", "0.800"} <= set(list_texts(figures[0]))
     plot_forgetting([[None]], ["digits"], tmp_path / "f.png", metric="loss", maximise=False)
 
 
@@ -130,7 +130,7 @@ def test_experts_with_and_without_known_rules(figures: list[Any], tmp_path: Path
     plot_experts(load, counts, tmp_path / "e.png", load_labels=labels, cell_labels=[labels], subtitle="known")
     plot_experts(load, None, tmp_path / "e.png", load_labels=labels, cell_labels=[], subtitle="unknown")
     assert [len(figure.axes) for figure in figures] == [2, 1]
-    assert "rule 0" in texts_of(figures[0])
+    assert "rule 0" in list_texts(figures[0])
 
 
 def test_every_spike_of_the_first_units_is_shown(figures: list[Any], tmp_path: Path) -> None:
@@ -141,14 +141,14 @@ def test_every_spike_of_the_first_units_is_shown(figures: list[Any], tmp_path: P
     shown = [axes.images[0].get_array() for axes in figures[0].axes[2:]]
     assert [int(np.sum(array)) for array in shown] == [1, 2]
     assert shown[0].shape == (MAX_UNITS, 6)
-    assert {"a", "b, is a"} <= set(texts_of(figures[0]))
+    assert {"a", "b, is a"} <= set(list_texts(figures[0]))
 
 
 def test_spectrograms_share_one_scale(figures: list[Any], tmp_path: Path) -> None:
     panels = [Panel(name, "1.00 s", np.full((4, 6), -20.0), seconds=1.0, kilohertz=8.0) for name in ("a", "b")]
     plot_panels(panels, tmp_path / "s.png", range_decibels=80)
     assert [axes.images[0].get_clim() for axes in figures[0].axes[:2]] == [(-80, 0)] * 2
-    assert {"a", "b", "seconds", "kHz"} <= set(texts_of(figures[0]))
+    assert {"a", "b", "seconds", "kHz"} <= set(list_texts(figures[0]))
 
 
 def test_a_plot_that_fails_leaves_no_file(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import small_run
 from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError
 from bottega.models.folders.resolve import resolve_model
 from bottega.tasks.base_model import resolve_base_folder
-from small_fine_tuning import EMPTY, LANGUAGE, STEADY, classify, train, write_bases
+from small_fine_tuning import LANGUAGE, NULL_SIZES, STEADY, classify, train, write_bases
 
 LORA = {"name": "lora", "options": {"rank": 2}}
 
@@ -55,7 +55,7 @@ def fine_tune(home: Path, *, technique: Any = LORA, start: str = "runs/tb", **ch
     run_settings = {"output_dir": "runs", "name": "k1", "data.train.path": str(text), "model.from": start}
     settings = {
         **LANGUAGE,
-        **EMPTY,
+        **NULL_SIZES,
         **STEADY,
         **run_settings,
         "techniques": [technique] if technique else [],

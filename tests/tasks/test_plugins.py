@@ -181,8 +181,8 @@ def test_a_dependency_is_trained_with_the_plugin(project: Path) -> None:
 
 def test_data_workers_import_the_plugin(project: Path) -> None:
     """The encoder is a class of the plugin, and a large table is prepared in worker processes."""
-    first = "import bottega.data.prepare.jobs as jobs; jobs.MIN_BYTES_FOR_WORKERS = 0; jobs._choose_num_workers = lambda jobs: 2"
-    process = train(project, "name=a", "data.workers=1", first=first)
+    setup_code = "import bottega.data.prepare.jobs as jobs; jobs.MIN_BYTES_FOR_WORKERS = 0; jobs._choose_num_workers = lambda jobs: 2"
+    process = train(project, "name=a", "data.workers=1", setup_code=setup_code)
     assert process.returncode == 0, process.stderr
 
 

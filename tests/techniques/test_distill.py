@@ -458,11 +458,11 @@ def test_different_classes_sizes_and_objectives_are_refused(teachers: dict[str, 
 
 
 def test_adapter_is_refused_as_teacher(teachers: dict[str, Path], tmp_path: Path) -> None:
-    from small_fine_tuning import EMPTY
+    from small_fine_tuning import NULL_SIZES
 
     name = "language/shakespeare"
     bottega.load(teachers[name]).export()
-    lora = {**EMPTY, "model.from": str(teachers[name]), "techniques": [{"name": "lora", "options": {"rank": 2}}]}
+    lora = {**NULL_SIZES, "model.from": str(teachers[name]), "techniques": [{"name": "lora", "options": {"rank": 2}}]}
     folder = bottega.load(train(name, tmp_path, name="lora", **lora)).export(tmp_path / "out") / "adapter"
     assert (folder / "adapter_config.json").is_file()
     assert_refused(

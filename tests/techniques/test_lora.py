@@ -26,9 +26,9 @@ from bottega.models.build import build_models
 from bottega.techniques.injected_layers import hash_frozen
 from bottega.techniques.lora.torch import Lora, find_low_rank_layers, merge, merged_weights, unmerge
 from small_fine_tuning import (
-    EMPTY,
     LANGUAGE,
     MEDIA,
+    NULL_SIZES,
     STEADY,
     TASKS,
     encoder_task,
@@ -355,7 +355,7 @@ def test_lora_recovers_half_of_the_gain_of_full_fine_tuning(tmp_path: Path) -> N
     rate = {"training.max_steps": 300, "training.learning_rate": 3e-3}
     base = small_run.train(tmp_path, text, name="base", **sizes, **steps, **rate)
     bottega.load(base.path, device="cpu").export()
-    common = {**LANGUAGE, **EMPTY, **steps, "data.train.path": str(other), "output_dir": str(tmp_path)}
+    common = {**LANGUAGE, **NULL_SIZES, **steps, "data.train.path": str(other), "output_dir": str(tmp_path)}
     common |= {"model.from": str(base.path), "training.max_steps": 150}
     kinds: dict[str, dict[str, Any]] = {
         "still": {"training.learning_rate": 1e-12},

@@ -72,7 +72,7 @@ def _run_command(words: list[str]) -> int:
         print_result(f"bottega {__version__}")
         return 0
     check_launch_variables()
-    words = [w for w in words if w != "--debug"]
+    words = [word for word in words if word != "--debug"]
     if any(word.partition("=")[0] == "--plugin" for word in words):
         from bottega.tasks.plugins import load_plugin_flags
 
@@ -97,8 +97,8 @@ def _dispatch(name: str, words: list[str]) -> int:
     parser.add_argument(
         "--plugin", metavar="FILE", help="a file with a task of your own (docs/extend.md); may be repeated"
     )
-    arguments, rest = parser.parse_known_args(_join_negative_values(parser, words))
-    result = verb.run(arguments, rest)
+    arguments, remaining_words = parser.parse_known_args(_join_negative_values(parser, words))
+    result = verb.run(arguments, remaining_words)
     if arguments.json and World.from_environment().is_main:
         from bottega.data.output_files import replace_non_finite
 

@@ -11,10 +11,10 @@ from bottega.core.errors import UsageError
 from bottega.terminal import print_result
 
 
-def _run_doctor(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+def _run_doctor(arguments: argparse.Namespace, words: list[str]) -> dict[str, Any]:
     from bottega.analysis.doctor import examine_environment, format_report
 
-    reject_extra_words(rest)
+    reject_extra_words(words)
     report = examine_environment()
     if not arguments.json:
         print_result(format_report(report))
@@ -26,10 +26,10 @@ def _add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_or_recipe", metavar="RECIPE-or-RUN", help="a run directory, or a recipe")
 
 
-def _inspect(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+def _inspect(arguments: argparse.Namespace, words: list[str]) -> dict[str, Any]:
     from bottega.analysis.inspect import format_report, inspect_model
 
-    report = inspect_model(arguments.run_or_recipe, rest)
+    report = inspect_model(arguments.run_or_recipe, words)
     if not arguments.json:
         print_result(format_report(report))
     return report
@@ -41,10 +41,10 @@ def _add_ledger_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--replay", action="store_true", help="compute the loss of that batch with the best weights")
 
 
-def _show_ledger(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+def _show_ledger(arguments: argparse.Namespace, words: list[str]) -> dict[str, Any]:
     from bottega.analysis.ledger import format_report, list_step_samples
 
-    reject_extra_words(rest)
+    reject_extra_words(words)
     report = list_step_samples(Path(arguments.run), step=arguments.step, replay=arguments.replay)
     if not arguments.json:
         print_result(format_report(report))
@@ -57,16 +57,18 @@ def _add_verify_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=30, help="length of the run (default: 30)")
 
 
-def _verify_resume(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+def _verify_resume(arguments: argparse.Namespace, words: list[str]) -> dict[str, Any]:
     from bottega.analysis.verify_resume import verify_resume
 
-    return verify_resume(rest, steps=arguments.steps, kills=arguments.kills, verbose=not arguments.json)
+    return verify_resume(words, steps=arguments.steps, kills=arguments.kills, verbose=not arguments.json)
 
 
 def _add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "bottega compare A B [C]... [options]"
     parser.add_argument(
-        "groups", nargs="*", help='a run, runs of several seeds ("runs/a-s*" or a,b,c), a folder of folds, RUN:ARM'
+        "groups",
+        nargs="*",
+        help='a run, runs of several seeds ("runs/a-s*" or a,b,c), a folder of folds, or RUN:ARM for one arm of an evaluation over people',
     )
     parser.add_argument(
         "--metric", help="metric to compare (default: the metric that selects the runs' best checkpoints)"
@@ -78,15 +80,17 @@ def _add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="FILE.png", help="also write a plot")
 
 
-def _compare(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+def _compare(arguments: argparse.Namespace, words: list[str]) -> dict[str, Any]:
     from bottega.analysis.compare import compare, format_report, plot_comparison
     from bottega.plots.figure import PlotsUnavailable
 
-    words = take_positional_words(rest)
+    positional_words = take_positional_words(words)
     out = Path(arguments.out) if arguments.out else None
     if out is not None and out.suffix.lower() != ".png":
         raise UsageError(f"--out {out}: plots are PNG files; use a name that ends with .png")
-    report = compare([*arguments.groups, *words], metric=arguments.metric, split=arguments.split, alpha=arguments.alpha)
+    report = compare(
+        [*arguments.groups, *positional_words], metric=arguments.metric, split=arguments.split, alpha=arguments.alpha
+    )
     if out is not None:
         try:
             plot_comparison(report, out)
@@ -122,12 +126,12 @@ def _add_crossval_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quiet", action="store_true", help="print errors and the result only")
 
 
-def _cross_validate(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+def _cross_validate(arguments: argparse.Namespace, words: list[str]) -> dict[str, Any]:
     from bottega.analysis.crossval import crossval_command
     from bottega.analysis.crossval_table import format_report
 
     report = crossval_command(
-        rest,
+        words,
         folds=arguments.folds,
         by=arguments.by,
         field=arguments.field,
@@ -236,12 +240,12 @@ def _add_lr_find_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _find_learning_rate(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+def _find_learning_rate(arguments: argparse.Namespace, words: list[str]) -> dict[str, Any]:
     from bottega.analysis.lr_find import format_report, lr_find_command
 
     report = lr_find_command(
         arguments.run_or_recipe,
-        rest,
+        words,
         low=arguments.min,
         high=arguments.max,
         steps=arguments.steps,
@@ -257,10 +261,10 @@ def _add_runs_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", nargs="?", default="runs", help="a folder of runs, or a run (default: runs)")
 
 
-def _list_runs(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+def _list_runs(arguments: argparse.Namespace, words: list[str]) -> dict[str, Any]:
     from bottega.analysis.runs import format_runs, list_runs
 
-    reject_extra_words(rest)
+    reject_extra_words(words)
     folder = Path(arguments.folder)
     rows = list_runs(folder)
     if not arguments.json:

@@ -29,11 +29,11 @@ def _add_prepare_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _prepare(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+def _prepare(arguments: argparse.Namespace, words: list[str]) -> dict[str, Any]:
     from bottega.run.prepare import format_report, prepare_command
 
     exports = [(format_name, folder) for format_name, folder in arguments.to]
-    result = prepare_command(rest, out=Path(arguments.out) if arguments.out else None, to=exports)
+    result = prepare_command(words, out=Path(arguments.out) if arguments.out else None, to=exports)
     if not arguments.json:
         print_result(format_report(result))
     return result
@@ -51,10 +51,10 @@ def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _describe_data(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+def _describe_data(arguments: argparse.Namespace, words: list[str]) -> dict[str, Any]:
     from bottega.analysis.data_report import data_command, format_report
 
-    report = data_command(rest, examples=arguments.examples, out=Path(arguments.out or "data-report"))
+    report = data_command(words, examples=arguments.examples, out=Path(arguments.out or "data-report"))
     if not arguments.json:
         print_result(format_report(report))
     return report

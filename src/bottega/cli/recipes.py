@@ -26,7 +26,7 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _plan(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+def _plan(arguments: argparse.Namespace, words: list[str]) -> dict[str, Any]:
     from bottega.analysis.plan import plan_command
 
     if arguments.check and arguments.memory:
@@ -34,17 +34,17 @@ def _plan(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     if arguments.memory:
         from bottega.analysis.memory import format_report, plan_memory
 
-        report = plan_memory(rest, quiet=arguments.json)
+        report = plan_memory(words, quiet=arguments.json)
         if not arguments.json:
             print_result(format_report(report))
         return report
-    return plan_command(rest, show=not arguments.json)
+    return plan_command(words, show=not arguments.json)
 
 
-def _list_recipes(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+def _list_recipes(arguments: argparse.Namespace, words: list[str]) -> dict[str, Any]:
     from bottega.tasks.recipes import list_bundled_recipes
 
-    reject_extra_words(rest)
+    reject_extra_words(words)
     rows = [{"name": name, "task": task, "about": about} for name, task, about in list_bundled_recipes()]
     if not arguments.json:
         for row in rows:
@@ -52,10 +52,10 @@ def _list_recipes(arguments: argparse.Namespace, rest: list[str]) -> dict[str, A
     return {"recipes": rows}
 
 
-def _print_schema(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+def _print_schema(arguments: argparse.Namespace, words: list[str]) -> dict[str, Any]:
     from bottega.tasks.recipes import build_json_schema
 
-    reject_extra_words(rest)
+    reject_extra_words(words)
     schema = build_json_schema()
     if not arguments.json:
         print_result(json.dumps(schema, indent=2))
@@ -66,10 +66,10 @@ def _add_init_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("task", nargs="?", default="language", help="task of the recipe (default: language)")
 
 
-def _print_recipe(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+def _print_recipe(arguments: argparse.Namespace, words: list[str]) -> dict[str, Any]:
     from bottega.tasks.recipes import render_recipe_template
 
-    reject_extra_words(rest)
+    reject_extra_words(words)
     text = render_recipe_template(arguments.task)
     if not arguments.json:
         print_result(text, end="")
@@ -87,11 +87,11 @@ def _add_import_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _import(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+def _import(arguments: argparse.Namespace, words: list[str]) -> dict[str, Any]:
     from bottega.config.importers.import_report import format_report
     from bottega.tasks.recipes import import_file
 
-    reject_extra_words(rest)
+    reject_extra_words(words)
     out = Path(arguments.out) if arguments.out else None
     report = import_file(Path(arguments.file), out=out, kind=arguments.kind)
     if not arguments.json:

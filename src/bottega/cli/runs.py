@@ -27,11 +27,11 @@ def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
     add_keys_to_help(parser)
 
 
-def _train(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+def _train(arguments: argparse.Namespace, words: list[str]) -> dict[str, Any]:
     from bottega.run.train import train_command
 
     result = train_command(
-        rest,
+        words,
         fresh=arguments.fresh,
         resume_from=Path(arguments.resume_from) if arguments.resume_from else None,
         allow_data_change=arguments.allow_data_change,
@@ -98,16 +98,16 @@ def _add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lpips", metavar="FILE", help="LPIPS weights (safetensors), for images generated for users")
 
 
-def _evaluate(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+def _evaluate(arguments: argparse.Namespace, words: list[str]) -> dict[str, Any]:
     from bottega.analysis.evaluate import evaluate_run, format_report
     from bottega.tasks.evaluation_data import DataRequest
     from bottega.tasks.recipes import parse_overrides
 
     if arguments.model_path and arguments.run and "=" in arguments.run:
-        rest, arguments.run = [arguments.run, *rest], None  # with --model_path, the first word is a setting
+        words, arguments.run = [arguments.run, *words], None  # with --model_path, the first word is a setting
     if arguments.data and arguments.data_config:
         raise UsageError(f"--data {arguments.data} cannot be combined with --data_config; keep one of them")
-    files, settings = parse_overrides(rest)
+    files, settings = parse_overrides(words)
     if not arguments.data:
         reject_extra_words(files)
     data = [arguments.data, *files] if files else arguments.data
@@ -176,27 +176,27 @@ GENERATION_OPTIONS = (
 )
 
 
-def _generate(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+def _generate(arguments: argparse.Namespace, words: list[str]) -> dict[str, Any]:
     from bottega.callbacks.progress_bars import progress_bars
     from bottega.run.saved import open_run
 
-    reject_extra_words(rest)
+    reject_extra_words(words)
     request = {
         name.removesuffix("_"): getattr(arguments, name)
         for name in GENERATION_OPTIONS
         if getattr(arguments, name) is not None
     }
-    saved = open_run(_get_run_path(arguments), checkpoint=arguments.checkpoint, device=arguments.device)
+    saved_run = open_run(_get_run_path(arguments), checkpoint=arguments.checkpoint, device=arguments.device)
     out = Path(arguments.out) if arguments.out else None
     if out is not None:
-        saved.workload.sampler.check_output(out)
+        saved_run.workload.sampler.check_output(out)
     # A text is streamed to the terminal, and a progress bar would overwrite it.
-    quiet = arguments.json or "max_tokens" in saved.workload.sampler.requests
+    quiet = arguments.json or "max_tokens" in saved_run.workload.sampler.requests
     with progress_bars(open_console(quiet=quiet), in_bytes=False) as report_progress:
-        samples = saved.generate_samples(
+        samples = saved_run.generate_samples(
             request, stream=None if arguments.json else ResultStream(), progress=report_progress
         )
-    result = saved.workload.sampler.present(samples, out, run=saved.directory.path, **request)
+    result = saved_run.workload.sampler.present(samples, out, run=saved_run.directory.path, **request)
     if not arguments.json:
         for line in (*result.get("files", ()), *result.get("notes", ())):
             print_result(line)
@@ -208,16 +208,16 @@ def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", "--output_dir", "--output-dir", help="output folder (default: RUN/final)")
 
 
-def _export(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+def _export(arguments: argparse.Namespace, words: list[str]) -> dict[str, Any]:
     from bottega.run.export import list_export_notes
     from bottega.run.saved import open_run
 
-    reject_extra_words(rest)
-    saved = open_run(_get_run_path(arguments), checkpoint=arguments.checkpoint, device="cpu", needs_best=True)
-    folder = saved.export(arguments.out or None)
+    reject_extra_words(words)
+    saved_run = open_run(_get_run_path(arguments), checkpoint=arguments.checkpoint, device="cpu", needs_best=True)
+    folder = saved_run.export(arguments.out or None)
     notes = list_export_notes(folder)
     if not arguments.json:
-        print_result(f"exported {saved.checkpoint.name} to {folder}")
+        print_result(f"exported {saved_run.checkpoint.name} to {folder}")
         for note in notes:
             print_result(note)
     return {"folder": str(folder), **({"notes": notes} if notes else {})}
@@ -237,20 +237,20 @@ def _add_predict_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--part", metavar="NAME", help="task of a multitask run, if several can predict")
 
 
-def _predict(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+def _predict(arguments: argparse.Namespace, words: list[str]) -> dict[str, Any]:
     from bottega.analysis.predict import format_predictions, predict, write_predictions
 
-    words = [*arguments.inputs, *take_positional_words(rest)]
+    inputs = [*arguments.inputs, *take_positional_words(words)]
     if arguments.model_path and arguments.run:
-        words, arguments.run = [arguments.run, *words], None  # with --model_path, the first word is a text
-    if arguments.data and words:
-        raise UsageError(f"--data {arguments.data} and {words[0]} cannot be combined; keep one of them")
+        inputs, arguments.run = [arguments.run, *inputs], None  # with --model_path, the first word is a text
+    if arguments.data and inputs:
+        raise UsageError(f"--data {arguments.data} and {inputs[0]} cannot be combined; keep one of them")
     options = {"part": arguments.part, "checkpoint": arguments.checkpoint, "device": arguments.device}
-    rows = predict(_get_run_path(arguments), words, data=arguments.data, **options, standard_input=sys.stdin)
-    for word in words:
-        if rows and "text" in rows[0] and os.path.isfile(word):
+    rows = predict(_get_run_path(arguments), inputs, data=arguments.data, **options, standard_input=sys.stdin)
+    for text in inputs:
+        if rows and "text" in rows[0] and os.path.isfile(text):
             print_notice(
-                f"bottega: {word} is a file, and its name was classified as a text; use --data {word} to classify its content"
+                f"bottega: {text} is a file, and its name was classified as a text; use --data {text} to classify its content"
             )
     if arguments.out:
         write_predictions(rows, Path(arguments.out))

@@ -72,12 +72,12 @@ def _describe_field(key: str) -> tuple[str, str]:
     from bottega.config.section import Section
     from bottega.config.yaml_io import dump_yaml
 
-    block: type[Section] = Recipe
-    *blocks, field_name = key.split(".")
-    for name in blocks:
-        annotation = block.model_fields[name].annotation
+    section: type[Section] = Recipe
+    *section_names, field_name = key.split(".")
+    for name in section_names:
+        annotation = section.model_fields[name].annotation
         choices = [annotation, *get_args(annotation)]
-        block = next(choice for choice in choices if isinstance(choice, type) and issubclass(choice, Section))
-    default = block.model_construct().model_dump(mode="json")[field_name]
-    description = str(block.model_fields[field_name].description).partition(";")[0]
+        section = next(choice for choice in choices if isinstance(choice, type) and issubclass(choice, Section))
+    default = section.model_construct().model_dump(mode="json")[field_name]
+    description = str(section.model_fields[field_name].description).partition(";")[0]
     return description, dump_yaml(default, flow=True).strip().removesuffix("\n...").strip()

@@ -101,7 +101,7 @@ _TRAINING_ALIASES: dict[str, AliasTarget] = {
     "checkpoint_frequency": _map_unitless_cadence("checkpoint.every"),
     "save_steps": "checkpoint.every",
     "save_total_limit": "checkpoint.keep",
-    # Always steps: the guide that uses this name logs every 100 in a run of 20 epochs.
+    # Always steps: the published configuration that uses this name logs every 100 in a run of 20 epochs.
     "log_frequency": "logging.every",
     "logging_steps": "logging.every",
     "num_workers": "data.workers",
@@ -208,7 +208,7 @@ PREFIX_ALIASES = {
     "training.augmentation.": "data.augmentation.",
     "training.routing.": "model.",
 }
-"""Blocks that other guides put elsewhere: their prefix -> ours."""
+"""Blocks that published configurations put elsewhere: their prefix -> ours."""
 
 ALIASES: dict[str, AliasTarget] = {
     **_TOP_LEVEL_ALIASES,
@@ -275,7 +275,7 @@ def _add_entry(layer: Layer, key: str, entry: Entry) -> None:
 def _keep_more_frequent(layer: Layer, key: str, first: Entry, second: Entry) -> None:
     """Keep the shorter of two checkpoint cadences, with a note.
 
-    One guide sets save_frequency for weights and checkpoint_frequency for states to resume from; a checkpoint here is both.
+    One published configuration sets save_frequency for weights and checkpoint_frequency for states to resume from; a checkpoint here is both.
     """
     amounts = [(entry.value.amount, entry) for entry in (first, second) if entry.value.amount]
     more_frequent = min(amounts, key=lambda pair: pair[0])[1] if amounts else first

@@ -160,7 +160,7 @@ class Stage(Section):
     @model_validator(mode="before")
     @classmethod
     def _convert_aliases(cls, values: Any) -> Any:
-        """Convert `difficulty: easy` and `epochs: 5`, which other guides use."""
+        """Convert `difficulty: easy` and `epochs: 5`, which other trainers use."""
         if not isinstance(values, dict):
             return values
         values = dict(values)
@@ -239,6 +239,7 @@ class Online(Section):
 
 
 def _convert_switch(value: Any) -> Any:
+    """Convert true to a block with its defaults, and false to null."""
     return {} if value is True else None if value is False else value
 
 
@@ -369,12 +370,14 @@ class TextData(Data):
 
 
 def find_held_out_problems(data: Data) -> list[tuple[str, str]]:
-    """Return the problems of validation, test and replay data that have neither a source nor a fraction."""
+    """Return (key, message) for validation, test and replay data that have neither a source nor a fraction."""
     problems: list[tuple[str, str]] = []
     if data.replay is not None and data.replay.path is None and data.replay.kind not in BUILTIN_KINDS:
         problems.append(("data.replay.path", "missing; give the path of the earlier data"))
-    for key, part in (("data.validation", data.validation), ("data.test", data.test)):
-        is_given = part is None or part.path is not None or part.kind in BUILTIN_KINDS or part.split is not None
-        if not is_given and not (key == "data.validation" and data.split is not None and data.split.folds):
+    for key, held_out in (("data.validation", data.validation), ("data.test", data.test)):
+        if held_out is None:
+            continue
+        has_data = held_out.path is not None or held_out.kind in BUILTIN_KINDS or held_out.split is not None
+        if not has_data and not (key == "data.validation" and data.split is not None and data.split.folds):
             problems.append((key, "needs split, a fraction of train such as 0.05, or path, separate data"))
     return problems

@@ -42,13 +42,13 @@ _SECRET = re.compile(r"(^|[._])(api_?key|key|token|secret|password)$", re.IGNORE
 def describe_validation_error(
     error: ValidationError, *, schema: type[Section], flat: FlatConfig, lines: Mapping[str, Location]
 ) -> list[Problem]:
-    """Return one problem for each key, in the order of the file; the alternatives of a union are joined into one sentence."""
-    by_key: dict[str, list[Any]] = {}
+    """Return one problem for each key; the alternatives of a union are joined into one sentence."""
+    details_by_key: dict[str, list[Any]] = {}
     for detail in error.errors(include_url=False):
-        by_key.setdefault(_find_key(detail, flat), []).append(detail)
+        details_by_key.setdefault(_find_key(detail, flat), []).append(detail)
     problems = []
-    for key, details in by_key.items():
-        has_inner_errors = any(other.startswith(key + ".") for other in by_key)
+    for key, details in details_by_key.items():
+        has_inner_errors = any(other.startswith(key + ".") for other in details_by_key)
         if not (has_inner_errors and all(detail["type"] in ("too_short", "too_long") for detail in details)):
             problems.append(_build_problem(key, details, schema, flat, lines))
     return problems
@@ -142,8 +142,8 @@ def describe_error_details(details: list[Any]) -> str:
             return f"expected {words} {detail['ctx'][name]:g}, got {format_value(detail['input'])}"
     if len(details) == 1 and details[0]["type"] not in (*_EXPECTED, "literal_error"):
         return _describe_single_error(details[0])
-    choices = [choice for d in details if d["type"] == "literal_error" for choice in _parse_choices(d)]
-    expected = list(dict.fromkeys(_EXPECTED[d["type"]] for d in details if d["type"] in _EXPECTED))
+    choices = [choice for detail in details if detail["type"] == "literal_error" for choice in _parse_choices(detail)]
+    expected = list(dict.fromkeys(_EXPECTED[detail["type"]] for detail in details if detail["type"] in _EXPECTED))
     if choices:
         expected.append(f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0])
     if not expected:
@@ -161,7 +161,7 @@ def describe_error_details(details: list[Any]) -> str:
 
 
 def suggest_list_syntax(value: Any) -> str:
-    """Return a hint how to write a list, for a value that is one item or a map of indices."""
+    """Return a hint on how to write a list, for a value that is a single item or a map from indices to items."""
     if isinstance(value, dict):
         # `data.sources.0.path=x` is parsed as a block whose keys are numbers.
         is_numbered = bool(value) and all(str(key).isdecimal() for key in value)

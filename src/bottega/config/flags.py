@@ -28,6 +28,7 @@ class Override(NamedTuple):
     key: str
     text: str
     origin: str = "command line"
+    """Where it was set, for messages."""
 
 
 class FlagError(UsageError):
@@ -54,10 +55,10 @@ def parse_overrides(tasks: TaskRegistry, argv: Sequence[str]) -> tuple[list[str]
         token = tokens.pop(0)
         setting = _SETTING.fullmatch(token)
         if token.startswith("--") and token != "--":
-            name, is_joined, text = token[2:].partition("=")
-            if not is_joined and name in FLAGS_WITHOUT_VALUE and not (tokens and tokens[0] in ("true", "false")):
+            name, separator, text = token[2:].partition("=")
+            if not separator and name in FLAGS_WITHOUT_VALUE and not (tokens and tokens[0] in ("true", "false")):
                 text = "true"
-            elif not is_joined:
+            elif not separator:
                 if not tokens or tokens[0].startswith("--"):
                     problems.append(f"--{name}: {_explain_missing_value(tasks, name)}")
                     continue
@@ -77,22 +78,25 @@ def parse_overrides(tasks: TaskRegistry, argv: Sequence[str]) -> tuple[list[str]
 
 
 def _collect_data_paths(tasks: TaskRegistry, first_path: str, tokens: list[str], *, has_recipe: bool) -> str:
-    """Return the value of --data with the paths after it, which a shell expands from *.txt; removes them from `tokens`."""
+    """Return the value of --data: one path, or a JSON list with the paths after it (a shell expands *.txt to several).
+
+    Removes these paths from `tokens`.
+    """
     paths = [first_path]
     while tokens and _is_data_path(tasks, tokens[0], has_recipe=has_recipe):
         paths.append(tokens.pop(0))
     return first_path if len(paths) == 1 else json.dumps(paths)
 
 
-def _is_data_path(tasks: TaskRegistry, word: str, *, has_recipe: bool) -> bool:
+def _is_data_path(tasks: TaskRegistry, token: str, *, has_recipe: bool) -> bool:
     if (
-        word.startswith("-")
-        or word.endswith((".yaml", ".yml"))
-        or (_SETTING.fullmatch(word) and not Path(word).exists())
+        token.startswith("-")
+        or token.endswith((".yaml", ".yml"))
+        or (_SETTING.fullmatch(token) and not Path(token).exists())
     ):
         return False
-    is_recipe = word in bundled_recipes.list_recipe_names() or word in tasks
-    return bool(Path(word).suffix or Path(word).exists()) and (has_recipe or not is_recipe)
+    is_recipe = token in bundled_recipes.list_recipe_names() or token in tasks
+    return bool(Path(token).suffix or Path(token).exists()) and (has_recipe or not is_recipe)
 
 
 def _add_setting(

@@ -19,11 +19,11 @@ VARIABLE_LIMITS = {
 
 def check_launch_variables() -> None:
     """Raise UsageError if a variable of the launcher is not a valid number."""
-    for name, (least, most) in VARIABLE_LIMITS.items():
+    for name, (minimum, maximum) in VARIABLE_LIMITS.items():
         text = os.environ.get(name)
-        if text is not None and not (text.isascii() and text.isdigit() and least <= int(text[:9]) <= most):
+        if text is not None and not (text.isascii() and text.isdigit() and minimum <= int(text[:9]) <= maximum):
             raise UsageError(
-                f"the environment variable {name} is {text[:40]!r}; expected a number from {least} to {most}: "
+                f"the environment variable {name} is {text[:40]!r}; expected a number from {minimum} to {maximum}: "
                 "unset it, or start the processes with torchrun"
             )
     world = World.from_environment()

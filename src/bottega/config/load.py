@@ -67,7 +67,7 @@ def load_recipe(
     *,
     task: str | None = None,
 ) -> ResolvedRecipe:
-    """Return a complete recipe. Later sources override earlier ones, and `overrides` override all; raises RecipeError."""
+    """Return a complete recipe. Later sources override earlier ones, and `overrides` (`flags.Override`) all; raises RecipeError."""
     return _resolve_layer(tasks, _merge_sources(tasks, sources, overrides), task=task, is_partial=False)
 
 
@@ -119,7 +119,7 @@ def list_bundled_recipes(tasks: TaskRegistry) -> list[tuple[str, str, str]]:
 
 
 def get_global_batch_size(recipe: Recipe, num_processes: int) -> int:
-    """Return the number of examples in one optimizer step over `world` processes."""
+    """Return the number of examples in one optimizer step over `num_processes` processes."""
     training = recipe.training
     if training.gradient_accumulation_steps is not None:
         return training.batch_size * training.gradient_accumulation_steps * num_processes
@@ -138,7 +138,7 @@ def _merge_sources(
     """Merge the layers of all sources and the command line, in order, into one."""
     layers: list[Layer] = []
     for source in sources:
-        layers += _read_layers(tasks, source, is_first=not any("origin" in layer.entries for layer in layers))
+        layers += _read_layers(tasks, source, sets_origin=not any("origin" in layer.entries for layer in layers))
     layers.append(_read_overrides(overrides))
     adapters = [spec.adapt for spec in tasks.values() if spec.adapt is not None]
     merged = Layer()
@@ -154,15 +154,15 @@ def _merge_sources(
     return merged
 
 
-def _read_layers(tasks: TaskRegistry, source: RecipeSource, *, is_first: bool) -> list[Layer]:
-    """Read one source and the recipes it extends, parents first."""
+def _read_layers(tasks: TaskRegistry, source: RecipeSource, *, sets_origin: bool) -> list[Layer]:
+    """Read one source and the recipes it extends, parents first; `sets_origin` makes its name the recipe's `origin`."""
     chain: list[Layer] = []
     visited: list[str] = []
     base_folder: Path | None = None
     while True:
         layer, origin, folder = _read_source(tasks, source, base_folder, visited)
         parent = layer.entries.pop("extends", None)
-        if is_first and not chain and origin and not accelerate.is_accelerate_config(layer):
+        if sets_origin and not chain and origin and not accelerate.is_accelerate_config(layer):
             layer.entries.setdefault("origin", Entry(origin, Location(origin), "origin"))
         elif chain:
             layer.entries.pop("origin", None)
@@ -221,8 +221,8 @@ def _resolve_layer(
     best_trial = fitting_trials[0] if fitting_trials else min(trials, key=lambda trial: len(trial.problems))
     problems += best_trial.problems
     if check_conflicts and len(fitting_trials) == 1 and best_trial.recipe is not None:
-        for key, other, message in best_trial.recipe.find_conflicts():
-            problems.append(Problem(_locate_conflict(key, other, flat), key, message, key))
+        for key, other_key, message in best_trial.recipe.find_conflicts():
+            problems.append(Problem(_locate_conflict(key, other_key, flat), key, message, key))
     if not is_partial and len(fitting_trials) <= 1:
         problems += _find_missing_keys(best_trial, flat)
     if len(trials) > 1 and not fitting_trials:
@@ -232,8 +232,9 @@ def _resolve_layer(
         problems.append(Problem(None, "task", message, "task"))
     if problems:
         lines = dict.fromkeys(str(problem) for problem in _sort_problems(problems))
-        best, is_task_known = best_trial.recipe, len(task_names) == 1 and not task_problems
-        valid_part = _validate_rest(problems, type(best), flat) if is_task_known and best is not None else None
+        is_task_known, valid_part = len(task_names) == 1 and not task_problems, None
+        if is_task_known and best_trial.recipe is not None:
+            valid_part = _validate_without_problems(problems, type(best_trial.recipe), flat)
         raise RecipeError(strip_credentials_in_text("\n".join(lines)), valid_part)
     assert best_trial.recipe is not None
     notes += _list_batch_notes(best_trial.recipe)
@@ -272,7 +273,7 @@ def _validate_entries(tasks: TaskRegistry, task: str, flat: FlatConfig, lines: M
     except ValidationError as error:
         problems = describe_validation_error(error, schema=schema, flat=flat, lines=lines)
         problems = [_suggest_input(tasks, problem, task, schema) for problem in problems]
-        return _Trial(task, _validate_rest(problems, schema, flat), problems)
+        return _Trial(task, _validate_without_problems(problems, schema, flat), problems)
 
 
 def _suggest_input(tasks: TaskRegistry, problem: Problem, task: str, schema: type[Recipe]) -> Problem:
@@ -286,7 +287,7 @@ def _suggest_input(tasks: TaskRegistry, problem: Problem, task: str, schema: typ
     return replace(problem, message=f"unknown key without data.input={input_name}; add that", key=key)
 
 
-def _validate_rest(problems: list[Problem], schema: type[Recipe], flat: FlatConfig) -> Recipe | None:
+def _validate_without_problems(problems: list[Problem], schema: type[Recipe], flat: FlatConfig) -> Recipe | None:
     """Build the recipe from the entries without a problem, so that missing keys can be reported at the same time."""
 
     def is_valid(key: str, entry: Entry) -> bool:
@@ -301,9 +302,9 @@ def _validate_rest(problems: list[Problem], schema: type[Recipe], flat: FlatConf
         return None
 
 
-def _locate_conflict(key: str, other: str, flat: FlatConfig) -> Location | None:
-    """Return the location of the later of two keys that exclude each other: the command line, if one of them is set there."""
-    locations = [flat[name].location for name in (key, other) if name in flat]
+def _locate_conflict(key: str, other_key: str, flat: FlatConfig) -> Location | None:
+    """Return where to report that two keys exclude each other: the command line if it sets one of them, else the first key that is set."""
+    locations = [flat[name].location for name in (key, other_key) if name in flat]
     return next((location for location in locations if not location.line), locations[0] if locations else None)
 
 
@@ -393,7 +394,7 @@ def _sort_problems(problems: list[Problem]) -> list[Problem]:
     """Sort by file and line, then problems of the command line, then missing keys."""
 
     def get_sort_key(problem: Problem) -> tuple[int, str, int]:
-        where = problem.location or Location("")
-        return (0 if where.line else 1 if problem.location else 2, where.file, where.line)
+        location = problem.location or Location("")
+        return (0 if location.line else 1 if problem.location else 2, location.file, location.line)
 
     return sorted(problems, key=get_sort_key)

@@ -22,7 +22,7 @@ class OptimizerSpec:
     has_coupled_weight_decay: bool = False
     """Whether weight decay is added to the gradient (L2); AdamW's default of 0.1 would then dominate."""
     num_state_tensors: int = 2
-    """State tensors of the parameter's size that it keeps."""
+    """Number of state tensors for each parameter, all of the parameter's shape."""
     state_requires_option: str | None = None
     """An option that must be set for it to keep state."""
     is_factored: bool = False
@@ -57,7 +57,7 @@ OPTIMIZER_SPECS: dict[str, OptimizerSpec] = {
     "adam": OptimizerSpec("Adam", ("betas", "eps"), FUSED, has_coupled_weight_decay=True),
 }
 FALLBACK_OPTIMIZER = "adamw"
-"""Trains the parameters that an optimizer for hidden matrices leaves."""
+"""Trains the other parameters where the chosen optimizer is for hidden matrices only."""
 
 
 def list_optimizers_with_option(option: str) -> tuple[str, ...]:

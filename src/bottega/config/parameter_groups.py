@@ -80,8 +80,8 @@ def apply_parameter_rules(
 ) -> dict[str, ParameterSetting]:
     """Return the settings of each parameter by name.
 
-    `freeze` lists modules or patterns. With `unfreeze_every` the last layer is trained first, and one more layer every that many
-    steps. `layer_decay` multiplies the learning rate once for each layer below the last.
+    `freeze` lists modules or patterns. With `unfreeze_every`, a number of steps, the last layer is trained first, and one more
+    layer after each interval. `layer_decay` multiplies the learning rate once for each layer below the last.
     """
     rule_indices = match_rules(names, rules)
     layers = assign_layers(names)
@@ -125,7 +125,7 @@ def match_rules(names: Sequence[str], rules: Sequence[ParameterRule]) -> dict[st
 
     Raises UsageError for a parameter that no rule matches, or a rule that matches no parameter.
     """
-    patterns = [_compile(rule_index.pattern, "training.groups") for rule_index in rules]
+    patterns = [_compile(rule.pattern, "training.groups") for rule in rules]
     rule_indices: dict[str, int] = {}
     for name in names:
         rule_index = next((i for i, pattern in enumerate(patterns) if pattern.fullmatch(name)), None)

@@ -55,19 +55,19 @@ class TaskRegistry(Mapping[str, TaskSpec]):
         return tuple(schema for spec in self.values() for schema in spec.schemas.values())
 
     def get_schema(self, task: str, flat: FlatConfig) -> type[Recipe]:
-        """Return the schema of this task, by the data.input in `flat`."""
+        """Return the schema of a task for the `data.input` in `flat`."""
         spec = self[task]
         input_name = flat["data.input"].value if "data.input" in flat else None
         return spec.inputs.get(str(input_name), spec.recipe)
 
     def find_input_with_key(self, task: str, schema: type[Recipe], key: str) -> str | None:
         """Return a data.input whose schema has `key`, for a key that `schema` does not have."""
-        forms = self[task].inputs.items()
-        return next((input for input, form in forms if form is not schema and has_key(key, form)), None)
+        candidates = self[task].inputs.items()
+        return next((name for name, other in candidates if other is not schema and has_key(key, other)), None)
 
 
 def _check_schemas(spec: TaskSpec) -> None:
-    """Refuse a task whose schemas are not recipes, or have another task name."""
+    """Refuse a task whose schemas are not subclasses of Recipe, or whose `task` field defaults to another name."""
     for schema in spec.schemas.values():
         if not (isinstance(schema, type) and issubclass(schema, Recipe)):
             raise UsageError(

@@ -21,8 +21,8 @@ from bottega.core.errors import UsageError
 def build_json_schema(tasks: TaskRegistry) -> dict[str, Any]:
     """Return the JSON Schema of a recipe, one alternative for each task, for completion and validation in an editor."""
     tasks.discover()
-    kinds = [_build_input_union(spec.inputs) if spec.inputs else spec.recipe for spec in tasks.values()]
-    union: Any = Annotated[_build_union(kinds), Field(discriminator="task")]
+    recipe_types = [_build_input_union(spec.inputs) if spec.inputs else spec.recipe for spec in tasks.values()]
+    union: Any = Annotated[_build_union(recipe_types), Field(discriminator="task")]
     schema = TypeAdapter(union).json_schema(by_alias=True)
     schema["$defs"]["Technique"]["properties"]["name"]["enum"] = list(TECHNIQUES)
     for recipe in tasks.schemas:
@@ -32,29 +32,29 @@ def build_json_schema(tasks: TaskRegistry) -> dict[str, Any]:
         }
     for number, (task, spec) in enumerate(tasks.items()):
         if spec.inputs:
-            # anyOf: a recipe without data.input may fit several forms, and a discriminator maps to one place.
-            refs = [{"$ref": f"#/$defs/{form.__name__}"} for form in spec.inputs.values()]
+            # anyOf: a recipe without data.input may fit the schemas of several inputs, and a discriminator maps to one place.
+            refs = [{"$ref": f"#/$defs/{recipe.__name__}"} for recipe in spec.inputs.values()]
             schema["$defs"][task] = {"anyOf": refs}
             schema["oneOf"][number] = {"$ref": f"#/$defs/{task}"}
             schema["discriminator"]["mapping"][task] = f"#/$defs/{task}"
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Bottega recipe", **schema}
 
 
-def _build_input_union(forms: Mapping[str, type[Section]]) -> Any:
-    """Combine the forms of a task in a union. The union is never used for validation, so its discriminator returns None."""
-    tagged = [Annotated[form, Tag(name)] for name, form in forms.items()]
+def _build_input_union(schemas: Mapping[str, type[Section]]) -> Any:
+    """Combine the schemas of a task, one for each data.input, in a union. The union is never used for validation, so its discriminator returns None."""
+    tagged = [Annotated[schema, Tag(name)] for name, schema in schemas.items()]
     return Annotated[_build_union(tagged), Discriminator(lambda value: None)]
 
 
-def _build_union(kinds: Sequence[Any]) -> Any:
-    return functools.reduce(operator.or_, kinds[1:], kinds[0])
+def _build_union(types: Sequence[Any]) -> Any:
+    return functools.reduce(operator.or_, types[1:], types[0])
 
 
 def render_recipe_template(tasks: TaskRegistry, task: str) -> str:
     """Return a recipe with every key, its default and its description. `task` may be task/input, such as classify/image."""
     tasks.discover()
-    forms = {f"{name}/{input}": form for name, spec in tasks.items() for input, form in spec.inputs.items()}
-    schemas = {**{name: spec.recipe for name, spec in tasks.items()}, **forms}
+    input_schemas = {f"{name}/{input}": schema for name, spec in tasks.items() for input, schema in spec.inputs.items()}
+    schemas = {**{name: spec.recipe for name, spec in tasks.items()}, **input_schemas}
     if task not in schemas:
         hint = "to use a task of a plugin, add --plugin FILE"
         raise UsageError(f"task: expected one of {', '.join(schemas)}, got {task!r}; {hint}")

@@ -93,7 +93,7 @@ def list_block_keys(key: str, schemas: Iterable[type[Section]]) -> list[str]:
 
 
 def find_enclosing_list(key: str, schemas: Iterable[type[Section]]) -> str | None:
-    """Return the list that contains `data.sources.0.labels`, here `data.sources`; None if there is no such list."""
+    """Return the key of the list that a key with an index is in: `data.sources` for `data.sources.0.labels`; else None."""
     parts = key.split(".")
     indices = [i for i, part in enumerate(parts) if part.isdecimal()]
     if not indices or indices[0] == 0:

@@ -26,7 +26,7 @@ class KeyConflict:
     value: Any = ANY_VALUE
     """The unsupported value; by default any that is not null, false or 0."""
     option: str | None = None
-    """The conflict exists only while this option of the technique differs from its default."""
+    """If set, the conflict exists only where this option of the technique differs from its default."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class TechniqueSpec:
     convert_options: Callable[[dict[str, Any]], dict[str, Any]] = lambda options: options
     """Converts values that other libraries write differently."""
     inject: Reference | None = None
-    """(task, options, *, train, fresh, start) -> the task with new modules injected into its frozen model, for techniques whose
+    """(task, options, *, train, random_modules, start) -> the task with new modules injected into its frozen model, for techniques whose
     runs save these modules alone. Called in training and whenever a run is opened again."""
     is_sequential: bool = False
     """Whether it needs sources that are trained on one after the other (`data.mixture: sequence`)."""

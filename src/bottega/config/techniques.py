@@ -12,7 +12,7 @@ from bottega.config.section import Section
 from bottega.config.technique_spec import TECHNIQUES, TechniqueSpec
 from bottega.similar_names import find_similar_names
 
-KEYS_ELSEWHERE = {
+KEYS_FOR_NON_TECHNIQUES = {
     "curriculum": "data.curriculum",
     "mixture": "data.sources and data.mixture",
     "unfreeze": "training.unfreeze",
@@ -20,7 +20,7 @@ KEYS_ELSEWHERE = {
     "head": "training.freeze: [backbone]",
     "multitask": "task: multitask",
 }
-"""Names that are techniques elsewhere -> the recipe key that does the same here."""
+"""Name that other libraries list as a technique -> the recipe key that does it here."""
 
 
 class Technique(Section):
@@ -36,7 +36,7 @@ class Technique(Section):
     def _expand_name(cls, values: Any) -> Any:
         """Expand a bare name to a technique with default options."""
         values = {"name": values} if isinstance(values, str) else values
-        if isinstance(values, dict) and (key := KEYS_ELSEWHERE.get(str(values.get("name")))):
+        if isinstance(values, dict) and (key := KEYS_FOR_NON_TECHNIQUES.get(str(values.get("name")))):
             raise ValueError(f"{values['name']} is not a technique; use {key} instead")
         return values
 
@@ -44,8 +44,8 @@ class Technique(Section):
     @classmethod
     def _check_name(cls, value: str) -> str:
         if value not in TECHNIQUES:
-            *first, last = map(repr, TECHNIQUES)
-            raise PydanticKnownError("literal_error", {"expected": f"{', '.join(first)} or {last}"})
+            *others, last = map(repr, TECHNIQUES)
+            raise PydanticKnownError("literal_error", {"expected": f"{', '.join(others)} or {last}"})
         return value
 
     @field_validator("options", mode="before")

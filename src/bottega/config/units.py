@@ -24,6 +24,7 @@ _UNITS: dict[str, tuple[Unit, float]] = {
     "min": ("seconds", 60),
     "h": ("seconds", 3600),
 }
+"""Unit as written in a recipe -> unit of an Interval, and the factor that converts to it."""
 _INTERVAL_TEXT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)\s*([a-zA-Z]*|%)\s*")
 
 
@@ -94,8 +95,8 @@ def _parse_cadence(value: Any, *, allows_time: bool = False) -> Interval | None:
     return None if cadence is not None and cadence.amount == 0 else cadence
 
 
-def _serialize_interval(cadence: Interval | None) -> int | str | None:
-    return None if cadence is None else cadence.to_recipe_value()
+def _serialize_interval(interval: Interval | None) -> int | str | None:
+    return None if interval is None else interval.to_recipe_value()
 
 
 _SERIALIZER = PlainSerializer(_serialize_interval)
@@ -112,7 +113,7 @@ StepCadence = Annotated[
     _SERIALIZER,
     _build_json_schema(r"^\d+(\.\d+)? ?(steps?|epochs?|%)$", {"type": "null"}),
 ]
-"""A cadence. None, written null or 0, means never or only at the end of the run."""
+"""A cadence in steps, epochs or percent of the run. None, written null or 0, means never or only at the end of the run."""
 
 StepOrTimeCadence = Annotated[
     Interval | None,
@@ -120,7 +121,7 @@ StepOrTimeCadence = Annotated[
     _SERIALIZER,
     _build_json_schema(r"^\d+(\.\d+)? ?(steps?|epochs?|%|s|sec|min|h)$", {"type": "null"}),
 ]
-"""A cadence in steps or wall-clock time; for checkpoints, which do not change the trained weights."""
+"""A cadence that may also be a wall-clock time; for checkpoints, which do not change the trained weights."""
 
 Duration = Annotated[
     Interval,

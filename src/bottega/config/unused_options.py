@@ -31,19 +31,18 @@ SCHEDULER_OPTIONS: dict[str, tuple[str, ...]] = {
 def list_unused_options(recipe: Recipe) -> list[str]:
     """Return a message for each option that the chosen optimizer or schedule does not use."""
     training = recipe.training
-    tables = (
-        ("optimizer", training.optimizer, OPTIMIZER_OPTIONS),
-        ("scheduler", training.scheduler, SCHEDULER_OPTIONS),
-    )
-    return [line for key, block, table in tables for line in _list_unused_in_section(f"training.{key}", block, table)]
-
-
-def _list_unused_in_section(key: str, block: Section, users_of: dict[str, tuple[str, ...]]) -> list[str]:
-    name = getattr(block, "name")  # noqa: B009 (a section of either kind)
-    default = type(block).model_validate({"name": name})
-    changed = [option for option in users_of if getattr(block, option) != getattr(default, option)]
     return [
-        f"{key}.{option}: has no effect with {name}; it is an option of {', '.join(users_of[option])}"
+        *_list_unused_in_section("training.optimizer", training.optimizer, OPTIMIZER_OPTIONS),
+        *_list_unused_in_section("training.scheduler", training.scheduler, SCHEDULER_OPTIONS),
+    ]
+
+
+def _list_unused_in_section(key: str, section: Section, names_by_option: dict[str, tuple[str, ...]]) -> list[str]:
+    name = getattr(section, "name")  # noqa: B009 (a section of either kind)
+    default = type(section).model_validate({"name": name})
+    changed = [option for option in names_by_option if getattr(section, option) != getattr(default, option)]
+    return [
+        f"{key}.{option}: has no effect with {name}; it is an option of {', '.join(names_by_option[option])}"
         for option in changed
-        if name not in users_of[option]
+        if name not in names_by_option[option]
     ]

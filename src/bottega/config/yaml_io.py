@@ -57,7 +57,7 @@ def read_yaml(path: Path) -> Document:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1
-        raise UsageError(f"{path}:{line}: not UTF-8 text (byte {error.start})") from None
+        raise UsageError(f"{path}:{line}: not UTF-8 text (byte {error.start}); save the file as UTF-8") from None
     return parse_yaml(text, str(path))
 
 
@@ -109,9 +109,13 @@ class _OpenCollection:
     line: int
     anchor: str | None
     first_node: int
+    """`num_nodes` of the parser when it was opened, itself included."""
     key: str | None = None
+    """The key of a map whose value comes next."""
     keys: dict[str, int] = field(default_factory=dict)
+    """Key of a map -> its line."""
     height: int = 1
+    """Levels of nesting, itself included."""
 
 
 class _Parser:
@@ -122,6 +126,7 @@ class _Parser:
         self.lines: dict[str, int] = {}
         self.stack: list[_OpenCollection] = []
         self.anchors: dict[str, tuple[Any, int, int]] = {}
+        """Name -> value, its size and its height, as `_add_value` takes them."""
         self.num_nodes = 0
         self.num_aliases = 0
         self.duplicates: list[str] = []
@@ -178,7 +183,7 @@ class _Parser:
             raise UsageError(f"{self.name}:{line}: nested deeper than {MAX_DEPTH} levels")
         self.num_nodes += 1
         value: Any = {} if isinstance(event, yaml.MappingStartEvent) else []
-        path = self._build_child_path(line) if self.stack else ""
+        path = self._build_child_path() if self.stack else ""
         self.stack.append(_OpenCollection(value, path, line, event.anchor, self.num_nodes))
 
     def _close_collection(self) -> Any:
@@ -190,7 +195,7 @@ class _Parser:
         return self._add_value(collection.value, size, collection.height, collection.line, False)
 
     def _add_value(self, value: Any, size: int, height: int, line: int, is_key: bool) -> Any:
-        """Add a finished value to its parent."""
+        """Add a finished value to its parent; `size` counts the values in it, itself included, and `height` their levels."""
         self.num_nodes += size
         if self.num_nodes > MAX_NODES:
             raise UsageError(f"{self.name}:{line}: more than {MAX_NODES} values, counting those repeated by aliases")
@@ -203,7 +208,7 @@ class _Parser:
         if is_key:
             self._set_key(parent, value, line)
         elif isinstance(parent.value, list):
-            self.lines.setdefault(self._build_child_path(line), line)
+            self.lines.setdefault(self._build_child_path(), line)
             parent.value.append(value)
         else:
             parent.value[parent.key] = value
@@ -225,7 +230,7 @@ class _Parser:
         parent.keys[key], parent.key = line, key
         self.lines.setdefault(_join_path(parent.path, key), line)
 
-    def _build_child_path(self, line: int) -> str:
+    def _build_child_path(self) -> str:
         parent = self.stack[-1]
         return _join_path(parent.path, str(len(parent.value)) if isinstance(parent.value, list) else str(parent.key))
 

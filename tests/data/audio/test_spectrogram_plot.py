@@ -9,7 +9,7 @@ import pytest
 
 from bottega.data.audio.spectrogram_plot import RANGE_DECIBELS, compute_decibels, plot_spectrogram, plot_spectrograms
 from bottega.plots.spectrogram import COLOURS
-from recorded_figures import record_figures, texts_of
+from recorded_figures import list_texts, record_figures
 
 Image = pytest.importorskip("PIL.Image")
 RATE = 16000
@@ -29,7 +29,7 @@ def test_a_tone_is_a_line_at_its_frequency(tmp_path: Path, monkeypatch: pytest.M
     # 2 of 8 kHz is a quarter of the height above the bottom.
     assert abs(line.argmax() / len(line) - 0.75) < 0.01
     assert image.get_extent() == [0, 1, 0, 8]
-    assert "2 kHz" in texts_of(figures[0])
+    assert "2 kHz" in list_texts(figures[0])
 
 
 def test_plot_height_grows_with_the_number_of_waveforms(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def import_file(tasks: TaskRegistry, path: Path, *, out: Path | None = None, kin
     if out.suffix not in (".yaml", ".yml"):
         raise UsageError(f"--out {out}: the name of a recipe file must end in .yaml or .yml")
     if not out.parent.is_dir():
-        raise UsageError(f"--out {out}: {out.parent} does not exist")
+        raise UsageError(f"--out {out}: the folder {out.parent} does not exist; create it first")
     text = render_recipe_file(translation, path=path, kind=kind)
     try:
         with out.open("x", encoding="utf-8") as stream:
@@ -56,7 +56,7 @@ def translate_config(tasks: TaskRegistry, path: Path, config: Mapping[str, Any],
     FORMATS[kind](translation)
     if not any(not row.is_default for row in translation.mapped):
         raise UsageError(f"{path} has no key of {kind}; check --from")
-    translation.drop_rejected(tasks)
+    translation.drop_rejected_keys(tasks)
     return translation
 
 
@@ -80,6 +80,7 @@ def detect_format(path: Path, config: Mapping[str, Any]) -> str:
 
 
 def _reject_recipe(tasks: TaskRegistry, path: Path, config: Mapping[str, Any], *, is_explicit: bool) -> None:
+    """Refuse a file that needs no import: a recipe or an Accelerate configuration. `is_explicit`: --from names the format."""
     if "compute_environment" in config or "distributed_type" in config:
         raise UsageError(f"{path}: an Accelerate configuration needs no import; run bottega train RECIPE {path}")
     is_recipe = isinstance(config.get("extends"), str) or isinstance(config.get("training"), dict)
@@ -110,7 +111,7 @@ def _read_json(path: Path) -> Any:
     try:
         value = json.loads(content.decode("utf-8-sig"), object_pairs_hook=_reject_duplicates)
     except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: not UTF-8 text (byte {error.start})") from None
+        raise UsageError(f"{path}: not UTF-8 text (byte {error.start}); save the file as UTF-8") from None
     except json.JSONDecodeError as error:
         raise UsageError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
     except RecursionError:
@@ -126,19 +127,19 @@ def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     block: dict[str, Any] = {}
     for key, value in pairs:
         if key in block:
-            raise ValueError(f"{key}: given twice")
+            raise ValueError(f"{key}: given twice; keep one")
         block[key] = value
     return block
 
 
 def _compute_depth(value: Any) -> int:
-    deepest, level = 0, [value]
+    depth, level = 0, [value]
     while level:
-        deepest += 1
+        depth += 1
         level = [
             inner
             for outer in level
             if isinstance(outer, dict | list)
             for inner in (outer.values() if isinstance(outer, dict) else outer)
         ]
-    return deepest
+    return depth

@@ -148,7 +148,7 @@ def _map_cadences(translation: Translation) -> None:
 
 
 def _map_data(translation: Translation) -> None:
-    key = "pretraining_dataset" if translation.pending_under("pretraining_dataset") else "datasets"
+    key = "pretraining_dataset" if translation.get_pending_values("pretraining_dataset") else "datasets"
     _map_sources(translation, key, "data.train", list_key="data.sources")
     if isinstance(translation.get("pretraining_dataset"), str):
         _map_path(translation, "pretraining_dataset", "data.train", None)
@@ -186,9 +186,14 @@ def _map_packing(translation: Translation) -> None:
 
 
 def _map_sources(translation: Translation, key: str, recipe_key: str, *, list_key: str | None) -> None:
-    """Map data sets: one becomes `data.train`, several become `data.sources` with each example once an epoch."""
+    """Map a list of data sets: a single one to `recipe_key`, several to `list_key`, with each example once in an epoch.
+
+    Without a `list_key`, only the first of several is mapped.
+    """
     indices = [
-        name for name in dict.fromkeys(name.split(".")[1] for name in translation.pending_under(key)) if name.isdigit()
+        name
+        for name in dict.fromkeys(name.split(".")[1] for name in translation.get_pending_values(key))
+        if name.isdigit()
     ]
     for index in indices:
         if len(indices) > 1 and list_key is None and index != indices[0]:
@@ -287,7 +292,7 @@ SKIPPED_KEYS = SkippedKeys(
             _CHAT,
         ),
         **dict.fromkeys(
-            (f"{part}.*.shards" for part in ("datasets", "test_datasets")), "limit takes the first N samples"
+            (f"{name}.*.shards" for name in ("datasets", "test_datasets")), "limit takes the first N samples"
         ),
         "datasets": "not a setting of a source here",
         "test_datasets": "not a setting of a source here",
@@ -334,7 +339,7 @@ SKIPPED_KEYS = SkippedKeys(
         "save_first_step": "the first checkpoint comes after checkpoint.every",
         "shuffle_merged_datasets": "training data is always shuffled",
     },
-    not_built_yet={
+    not_implemented_yet={
         **dict.fromkeys(
             ("lora_modules_to_save", "lora_fan_in_fan_out", "peft_use_dora", "peft_use_rslora"), "an option of LoRA"
         ),
@@ -345,7 +350,7 @@ SKIPPED_KEYS = SkippedKeys(
         "lora_target_parameters": "an option of LoRA",
         "lora_target_linear": "a setting of LoRA; lora_target_modules is used",
     },
-    meaningless={
+    not_applicable={
         **dict.fromkeys(
             ("model_type", "tokenizer_type", "base_model_config", "cls_model_config"), "read from model.from"
         ),

@@ -22,7 +22,7 @@ def render_recipe_file(translation: Translation, *, path: Path, kind: str) -> st
     """Return the recipe as YAML, with a header comment of its origin, the keys left out, and notes."""
     lines = [f"{path.name}, a configuration of {FORMAT_TITLES[kind]}, imported by bottega import."]
     lost_keys = [skipped for skipped in translation.unmapped if skipped.category != "not applicable"]
-    harmless_keys = [skipped.source_key for skipped in translation.unmapped if skipped.category == "not applicable"]
+    inapplicable_keys = [skipped.source_key for skipped in translation.unmapped if skipped.category == "not applicable"]
     if lost_keys:
         lines += [
             "",
@@ -32,8 +32,8 @@ def render_recipe_file(translation: Translation, *, path: Path, kind: str) -> st
                 for skipped in lost_keys
             ),
         ]
-    if harmless_keys:
-        lines += ["", f"Left out because not applicable, empty or turned off: {', '.join(harmless_keys)}"]
+    if inapplicable_keys:
+        lines += ["", f"Left out because not applicable, empty or turned off: {', '.join(inapplicable_keys)}"]
     notes = [f"{row.recipe_key}: {row.note}" for row in translation.mapped if row.note]
     if notes or translation.notes:
         lines += ["", "Notes:", *(f"  {line}" for line in [*notes, *translation.notes])]

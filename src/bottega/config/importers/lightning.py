@@ -203,7 +203,8 @@ def _map_processes(translation: Translation) -> None:
 def _map_optimizer(translation: Translation) -> None:
     """Map the optimizer, at the top or an argument of the model; its arguments are under init_args or beside class_path."""
     block = next(
-        (b for b in ("optimizer", "model.init_args.optimizer", "model.optimizer") if translation.pending_under(b)), None
+        (b for b in ("optimizer", "model.init_args.optimizer", "model.optimizer") if translation.get_pending_values(b)),
+        None,
     )
     for model_block in ("model.init_args", "model"):
         for name in ("learning_rate", "lr"):
@@ -240,7 +241,9 @@ def _map_optimizer(translation: Translation) -> None:
         translation.map_default(f"{block}.init_args.weight_decay", decay, "training.weight_decay", decay)
     if name == "SGD":
         translation.map_default(f"{block}.init_args.momentum", 0.0, "training.optimizer.momentum", 0.0)
-    if not translation.pending_under("lr_scheduler") and not translation.pending_under("model.init_args.lr_scheduler"):
+    if not translation.get_pending_values("lr_scheduler") and not translation.get_pending_values(
+        "model.init_args.lr_scheduler"
+    ):
         translation.map_default("lr_scheduler", None, "training.scheduler.name", "constant")
     translation.skip_block(block, "no counterpart", "training.optimizer has betas, eps, momentum and nesterov")
 
@@ -252,7 +255,9 @@ def _parse_pair(value: Any) -> list[float]:
 
 
 def _map_schedule(translation: Translation) -> None:
-    block = next((b for b in ("lr_scheduler", "model.init_args.lr_scheduler") if translation.pending_under(b)), None)
+    block = next(
+        (b for b in ("lr_scheduler", "model.init_args.lr_scheduler") if translation.get_pending_values(b)), None
+    )
     for key in ("model.init_args.warmup_steps", "model.warmup_steps"):
         translation.map_converted(key, "training.scheduler.warmup_steps", parse_integer)
     if block is None:
@@ -336,14 +341,12 @@ SKIPPED_KEYS = SkippedKeys(
         "trainer.sync_batchnorm": "batch statistics are computed per process",
         "trainer.reload_dataloaders_every_n_epochs": "the data does not change during a run",
     },
-    meaningless={
+    not_applicable={
         "ckpt_path": "the same command resumes by itself; train --resume_from starts from a checkpoint",
         "seed_everything": "a run always has a seed; set seed",
         "trainer.val_check_interval": "once an epoch, as set by check_val_every_n_epoch",
-        **dict.fromkeys(
-            ("trainer.enable_checkpointing", "trainer.enable_progress_bar"),
-            "always shown; use train --quiet for less output",
-        ),
+        "trainer.enable_checkpointing": "checkpoints are always saved; set checkpoint.every",
+        "trainer.enable_progress_bar": "always shown; use train --quiet for less output",
         "trainer.enable_model_summary": "bottega inspect shows the model",
         **dict.fromkeys(
             ("trainer.num_sanity_val_steps", "trainer.inference_mode", "trainer.benchmark"), _INTERNAL_SETTING

@@ -58,7 +58,9 @@ def map_callbacks(translation: Translation) -> None:
 def _list_blocks(translation: Translation, key: str) -> list[str]:
     """Return the keys of the blocks of a list, or of the single block given in its place."""
     pattern = re.compile(rf"({re.escape(key)}(?:\.\d+)?)\..*")
-    return list(dict.fromkeys(match[1] for name in translation.pending_under(key) if (match := pattern.match(name))))
+    return list(
+        dict.fromkeys(match[1] for name in translation.get_pending_values(key) if (match := pattern.match(name)))
+    )
 
 
 def _map_checkpoint(translation: Translation, init_args: str) -> None:

@@ -168,13 +168,13 @@ SKIPPED_KEYS = SkippedKeys(
         "use_muon": "set training.optimizer.name to muon",
         "early_stopping_steps": "set training.early_stopping.patience",
     },
-    not_built_yet={
+    not_implemented_yet={
         **dict.fromkeys(("use_rslora", "use_dora", "pissa_init", "pissa_iter", "pissa_convert"), _LORA),
         **dict.fromkeys(("additional_target", "adapter_name_or_path", "adapter_folder", "create_new_adapter"), _LORA),
         **dict.fromkeys(("loraplus_lr_ratio", "loraplus_lr_embedding"), _LORA),
         **dict.fromkeys(("oft_rank", "oft_block_size", "oft_target"), "lora is the only supported adapter"),
     },
-    meaningless={
+    not_applicable={
         "dataset_dir": "data.train.path is relative to the working directory",
         **dict.fromkeys(
             ("overwrite_cache", "preprocessing_num_workers", "preprocessing_batch_size"),

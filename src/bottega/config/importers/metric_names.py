@@ -21,7 +21,7 @@ LANGUAGE_METRICS = ("loss", "perplexity", "bits_per_byte")
 
 
 def map_monitored_metric(translation: Translation, *, metric_key: str, mode_key: str, recipe_block: str) -> str | None:
-    """Map the monitored metric to `recipe_block`.metric and return its name; its direction follows from the name."""
+    """Map the monitored metric to `recipe_block`.metric and return its name; its mode (min or max) follows from the name."""
     recipe_metric = None
     if translation.is_pending(metric_key):
         source_name = parse_text(translation.get(metric_key)) if isinstance(translation.get(metric_key), str) else ""
@@ -42,13 +42,13 @@ def map_monitored_metric(translation: Translation, *, metric_key: str, mode_key:
             )
         else:
             translation.skip(metric_key, "invalid value", f"available metrics are {', '.join(allowed)}; loss is used")
-    direction = infer_metric_mode(recipe_metric or "loss")
+    mode = infer_metric_mode(recipe_metric or "loss")
     if translation.is_pending(mode_key):
         is_max = str(translation.get(mode_key)).lower() in ("max", "true", "yes", "on", "1")
-        if is_max == (direction == "max"):
+        if is_max == (mode == "max"):
             translation.skip(mode_key, "not applicable", "the direction follows from the metric")
         else:
-            better = "larger" if direction == "max" else "smaller"
+            better = "larger" if mode == "max" else "smaller"
             translation.skip(
                 mode_key, "invalid value", f"the metric is {recipe_metric or 'loss'}, for which {better} is better"
             )

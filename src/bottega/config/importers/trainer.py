@@ -30,17 +30,14 @@ def translate(translation: Translation) -> None:
 
 
 def map_arguments(translation: Translation, *, patience_key: str = "early_stopping_patience") -> None:
-    """Map the TrainingArguments proper, which LLaMA-Factory shares; `patience_key` is the key of the early stopping patience."""
+    """Map TrainingArguments, which LLaMA-Factory accepts too; `patience_key` is the key of the early stopping patience."""
     transformers_common.map_length(translation, "num_train_epochs", default=3)
     for old_key, split in (("per_gpu_train_batch_size", "train"), ("per_gpu_eval_batch_size", "eval")):
         if translation.is_pending(f"per_device_{split}_batch_size"):
             translation.skip(old_key, "not applicable", f"per_device_{split}_batch_size takes precedence")
-    size = "per_device_train_batch_size"
-    transformers_common.map_batch_size(
-        translation,
-        "per_gpu_train_batch_size" if translation.is_pending("per_gpu_train_batch_size") else size,
-        default=8,
-    )
+    has_old_key = translation.is_pending("per_gpu_train_batch_size")
+    size_key = "per_gpu_train_batch_size" if has_old_key else "per_device_train_batch_size"
+    transformers_common.map_batch_size(translation, size_key, default=8)
     for key in ("per_device_eval_batch_size", "per_gpu_eval_batch_size"):
         translation.map_converted(
             key, "evaluation.batch_size", parse_integer, note="the batch of all processes together"
@@ -79,11 +76,15 @@ def map_arguments(translation: Translation, *, patience_key: str = "early_stoppi
     map_device(translation)
 
 
-def map_cadences(translation: Translation, eval_default: int) -> None:
-    """Map evaluation, checkpoint and logging intervals; `eval_default` is the default number of steps between evaluations."""
+def map_cadences(translation: Translation, default_eval_steps: int) -> None:
+    """Map evaluation, checkpoint and logging intervals; `default_eval_steps` is the default of eval_steps."""
     strategies = ("eval_strategy", "evaluation_strategy")
     transformers_common.map_cadence(
-        translation, "evaluation.every", strategy_keys=strategies, steps_key="eval_steps", default_steps=eval_default
+        translation,
+        "evaluation.every",
+        strategy_keys=strategies,
+        steps_key="eval_steps",
+        default_steps=default_eval_steps,
     )
     transformers_common.map_cadence(
         translation, "checkpoint.every", strategy_keys=("save_strategy",), steps_key="save_steps", default_steps=500
@@ -186,7 +187,7 @@ SKIPPED_KEYS = SkippedKeys(
         "config_name": "the configuration is read from model.from",
         "trust_remote_code": "code from a model or data set is not run",
     },
-    meaningless={
+    not_applicable={
         **dict.fromkeys(
             ("do_train", "do_eval", "do_predict"), "a separate command: bottega train, evaluate or generate"
         ),
@@ -248,4 +249,4 @@ SKIPPED_KEYS = SkippedKeys(
         "generation_max_length": (20,),
     },
 )
-"""The other TrainingArguments, and arguments of the example scripts."""
+"""TrainingArguments and arguments of the example scripts that are left out."""

@@ -129,9 +129,9 @@ def map_optimizer(translation: Translation, key: str) -> None:
     row = translation.find_mapped("training.optimizer.name")
     if beta1 is not None or beta2 is not None:
         betas = [0.9 if beta1 is None else beta1, 0.999 if beta2 is None else beta2]
-        for beta in ("adam_beta1", "adam_beta2"):
+        for beta_key in ("adam_beta1", "adam_beta2"):
             translation.map_converted(
-                beta, "training.optimizer.betas", lambda _: [parse_number(part) for part in betas]
+                beta_key, "training.optimizer.betas", lambda _: [parse_number(beta) for beta in betas]
             )
     elif row is not None and row.recipe_value == "lion":
         translation.map_default("adam_beta1, adam_beta2", [0.9, 0.999], "training.optimizer.betas", [0.9, 0.999])
@@ -170,10 +170,10 @@ def map_schedule(translation: Translation, key: str, *, default: str) -> None:
 
 def _map_decay_steps(translation: Translation) -> None:
     """Map num_decay_steps to a fraction of the run, which needs the length of the run."""
-    key, steps = "lr_scheduler_kwargs.num_decay_steps", translation.find_mapped("training.max_steps")
-    if steps is not None:
+    key, max_steps_row = "lr_scheduler_kwargs.num_decay_steps", translation.find_mapped("training.max_steps")
+    if max_steps_row is not None:
         translation.map_converted(
-            key, "training.scheduler.decay_fraction", lambda v: parse_integer(v) / steps.recipe_value
+            key, "training.scheduler.decay_fraction", lambda v: parse_integer(v) / max_steps_row.recipe_value
         )
     translation.skip(
         key, "no counterpart", "training.scheduler.decay_fraction is a fraction of the run; needs max_steps"
@@ -231,17 +231,17 @@ def map_cadence(
     `default_steps` is the number of steps if the strategy is steps and the file gives no number.
     """
     strategy_key = next((key for key in strategy_keys if translation.is_pending(key)), None)
-    interval = "steps" if strategy_key is None else str(translation.get(strategy_key)).lower()
-    if strategy_key is not None and interval == "epoch":
+    strategy = "steps" if strategy_key is None else str(translation.get(strategy_key)).lower()
+    if strategy_key is not None and strategy == "epoch":
         translation.map_key(strategy_key, recipe_key, "1 epoch")
-    elif strategy_key is not None and interval == "best":
+    elif strategy_key is not None and strategy == "best":
         translation.skip(strategy_key, "not applicable", "the best checkpoint is always kept")
-    elif strategy_key is not None and interval in ("no", "false", "none"):
+    elif strategy_key is not None and strategy in ("no", "false", "none"):
         if recipe_key == "logging.every":
             translation.skip(strategy_key, "no counterpart", "the log is always written; logging.every sets how often")
         else:
             translation.map_key(strategy_key, recipe_key, None, note="null means at the end only")
-    elif interval == "steps":
+    elif strategy == "steps":
         every = translation.map_converted(steps_key, recipe_key, _parse_interval)
         if strategy_key is not None and every is None and default_steps is not None:
             translation.map_key(strategy_key, recipe_key, default_steps)
@@ -253,7 +253,7 @@ def map_cadence(
             "invalid value",
             f"expected steps, epoch or no, got {format_value(translation.get(strategy_key))}",
         )
-    translation.skip(steps_key, "not applicable", f"{strategy_key} is {interval}")
+    translation.skip(steps_key, "not applicable", f"{strategy_key} is {strategy}")
 
 
 def _parse_interval(value: Any) -> Any:
@@ -269,9 +269,9 @@ def map_best_metric(translation: Translation, *, patience_key: str) -> None:
     metric = map_monitored_metric(
         translation, metric_key="metric_for_best_model", mode_key="greater_is_better", recipe_block="evaluation"
     )
-    num_evaluations = translation.map_converted(patience_key, "training.early_stopping.patience", parse_integer)
+    patience = translation.map_converted(patience_key, "training.early_stopping.patience", parse_integer)
     translation.map_converted("early_stopping_threshold", "training.early_stopping.threshold", parse_number)
-    if num_evaluations is not None and metric is not None:
+    if patience is not None and metric is not None:
         translation.map_default("metric_for_best_model", metric, "training.early_stopping.metric", metric)
     translation.skip("load_best_model_at_end", "not applicable", "the best checkpoint is always kept, and exported")
 
@@ -341,13 +341,13 @@ def map_sharding(translation: Translation) -> None:
         for key in ("fsdp_config.offload_params", "fsdp_config.fsdp_offload_params"):
             translation.map_converted(key, "distributed.offload", parse_boolean)
     elif translation.is_pending("fsdp_version") or any(
-        not is_disabled(value) for value in translation.pending_under("fsdp_config").values()
+        not is_disabled(value) for value in translation.get_pending_values("fsdp_config").values()
     ):
         # In newer versions of transformers the block of settings alone turns FSDP on.
         key = (
             "fsdp_version"
             if translation.is_pending("fsdp_version")
-            else next(iter(translation.pending_under("fsdp_config")))
+            else next(iter(translation.get_pending_values("fsdp_config")))
         )
         translation.map_key(key, "distributed.strategy", "fsdp", note=SHARDING_NOTE)
         translation.map_converted("fsdp_config.offload_params", "distributed.offload", parse_boolean)

@@ -58,10 +58,10 @@ class SkippedKeys:
 
     no_counterpart: Mapping[str, str] = field(default_factory=dict)
     """Features without a counterpart; a value that switches one off loses nothing."""
-    not_built_yet: Mapping[str, str] = field(default_factory=dict)
+    not_implemented_yet: Mapping[str, str] = field(default_factory=dict)
     """Features that are planned and not implemented."""
-    meaningless: Mapping[str, str] = field(default_factory=dict)
-    """Keys that have no meaning here, whatever the value."""
+    not_applicable: Mapping[str, str] = field(default_factory=dict)
+    """Keys that have no meaning here, whatever the value; the category is "not applicable"."""
     harmless_values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Values that match what is always done here."""
 
@@ -84,12 +84,12 @@ class Translation:
         """Return the value of a source key; None if it is absent or empty."""
         return self.source_values.get(key)
 
-    def pending_under(self, prefix: str) -> dict[str, Any]:
+    def get_pending_values(self, block: str) -> dict[str, Any]:
         """Return full key -> value of the leaves of a block that are not yet mapped or skipped."""
         return {
             key: value
             for key, value in self.source_values.items()
-            if key.startswith(prefix + ".") and key not in self._handled_keys
+            if key.startswith(block + ".") and key not in self._handled_keys
         }
 
     def is_pending(self, key: str) -> bool:
@@ -102,7 +102,7 @@ class Translation:
         conflict = self._find_conflict(recipe_key, recipe_value)
         if conflict is not None:
             self.skip(source_key, "no counterpart", f"{conflict.source_key} already sets {conflict.recipe_key}")
-        elif any(_INTERPOLATION.search(str(part)) for part in (value, recipe_value)):
+        elif any(_INTERPOLATION.search(str(text)) for text in (value, recipe_value)):
             self.skip(source_key, "invalid value", "${...} is not replaced in a recipe")
         else:
             self._handled_keys.add(source_key)
@@ -141,9 +141,9 @@ class Translation:
             category, reason = ("not applicable", EMPTY_REASON) if value is None else (category, reason)
             self.unmapped.append(UnmappedKey(source_key, redact_secret(source_key, value), category, reason))
 
-    def skip_block(self, prefix: str, category: SkipCategory, reason: str) -> None:
+    def skip_block(self, block: str, category: SkipCategory, reason: str) -> None:
         """Leave out all pending keys of a block."""
-        for key, value in self.pending_under(prefix).items():
+        for key, value in self.get_pending_values(block).items():
             if is_disabled(value):
                 self.skip(key, "not applicable", DISABLED_REASON)
             self.skip(key, category, reason)
@@ -171,8 +171,8 @@ class Translation:
         order = ["task", *Recipe.model_fields]
         return {key: root[key] for key in sorted(root, key=order.index)}
 
-    def drop_rejected(self, tasks: TaskRegistry) -> None:
-        """Leave out keys that recipe validation rejects, with its reason, so that the written recipe loads."""
+    def drop_rejected_keys(self, tasks: TaskRegistry) -> None:
+        """Leave out keys that recipe validation rejects, with its reason, so that the written recipe loads; sort as in the file."""
         if _find_validation_error(tasks, self.to_recipe()) is not None:
             self._keep_valid_rows(tasks)
         assert _find_validation_error(tasks, self.to_recipe()) is None
@@ -267,13 +267,13 @@ def _find_reason(key: str, value: Any, tables: tuple[SkippedKeys, ...]) -> tuple
         for table in tables:
             if value in table.harmless_values.get(name, ()):
                 return "not applicable", DISABLED_REASON if is_disabled(value) else "this is always done here"
-            if name in table.meaningless:
-                return "not applicable", table.meaningless[name]
-            if name in table.not_built_yet:
+            if name in table.not_applicable:
+                return "not applicable", table.not_applicable[name]
+            if name in table.not_implemented_yet:
                 return (
                     ("not applicable", DISABLED_REASON)
                     if is_disabled(value)
-                    else ("not implemented yet", table.not_built_yet[name])
+                    else ("not implemented yet", table.not_implemented_yet[name])
                 )
             if name in table.no_counterpart:
                 return (
