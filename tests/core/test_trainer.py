@@ -47,7 +47,7 @@ class CountingEngine(FakeEngine):
     def train_step(self, step: int, batch: Batch) -> dict[str, Any]:
         self.events.append(f"step {step}")
         assert int(batch["x"][0]) == step
-        self.weight += self.rate_scale * (step + 1)
+        self.weight += self.learning_rate_scale * (step + 1)
         self.at = step + 1
         if self.signal_at is not None and self.signal_at[0] == self.at:
             os.kill(os.getpid(), self.signal_at[1])
@@ -355,7 +355,7 @@ def test_plateau_lowers_the_rate_and_survives_a_resume(tmp_path: Path) -> None:
     straight = CountingEngine(losses)
     assert make_trainer(
         tmp_path / "straight", straight, reduce_on_plateau(), every=every, total=12
-    ).run().rate_scale == pytest.approx(0.05)
+    ).run().learning_rate_scale == pytest.approx(0.05)
     assert straight.weight == pytest.approx(sum(range(1, 7)) + 0.1 * sum(range(7, 11)) + 0.05 * sum(range(11, 13)))
     for at in (5, 6, 7, 9):
         folder = tmp_path / f"cut at {at}"

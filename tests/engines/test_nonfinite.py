@@ -213,7 +213,7 @@ def test_rollback_restores_callback_state(tmp_path: Path) -> None:
     step = bad_step()
     # Evaluations that never improve: the patience counts them, one for each step.
     stop.counter.best = -1.0
-    trial.progress.notes = {"early_stop": {"best": -1.0, "waited": 0}}
+    trial.progress.callback_states = {"early_stop": {"best": -1.0, "waited": 0}}
     trial.progress.best = 1e9  # so that none is saved as the best
     trial.run(
         stop, Watch(), validation=lambda: iter_eval_batches(source(), 8), best_metric=BestMetric("error", maximise=True)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from bottega.core.errors import CheckpointError
 
@@ -15,26 +15,35 @@ from bottega.core.errors import CheckpointError
 class Progress:
     """State of a run that is neither a tensor nor a function of the step. Saved as progress.json in every checkpoint.
 
-    `total` is the number of steps of the run, `evaluated` the step of the last evaluation, `best` the best value of the
-    metric so far, `rate_scale` a factor of the learning rate, and `notes` the state of each callback by its name.
+    The aliases are the keys in progress.json, as all versions write them.
     """
 
     step: int = 0
+    """Number of steps done."""
     samples: int = 0
+    """Number of samples in these steps."""
     total: int = 0
+    """Number of steps of the whole run."""
     best: float | None = None
+    """Best value of the evaluation metric so far."""
     best_step: int = 0
-    evaluated: int = 0
-    rate_scale: float = 1.0
+    """The step of the best value; 0 if there is none."""
+    evaluated_step: Annotated[int, Field(alias="evaluated")] = 0
+    """The step of the last evaluation."""
+    learning_rate_scale: Annotated[float, Field(alias="rate_scale")] = 1.0
+    """Factor of the scheduled learning rate, which falls on a plateau."""
     micro_batch_size: int | None = None
     skip_steps: list[int] = field(default_factory=list)
-    notes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Steps whose update is not applied, because their batch was bad."""
+    callback_states: Annotated[dict[str, dict[str, Any]], Field(alias="notes")] = field(default_factory=dict)
+    """The `state_dict` of each callback, by its name."""
     stop: str | None = None
     """The reason to end the run early, set by a callback."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of progress.json."""
-        return asdict(self)
+        fields: dict[str, Any] = _ADAPTER.dump_python(self, by_alias=True, warnings=False)
+        return fields
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Progress:
