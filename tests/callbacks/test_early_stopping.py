@@ -13,6 +13,7 @@ from bottega.core.errors import UsageError
 
 
 def stop_after(values: list[float], *, patience: int = 2, threshold: float = 0.0, maximise: bool = False) -> int | None:
+    """Return after how many evaluations with these values the run stops; None if it does not."""
     rule, progress = EarlyStopping(metric="m", maximise=maximise, patience=patience, threshold=threshold), Progress()
     for number, value in enumerate(values, 1):
         rule.after_eval(progress, {"m": value})

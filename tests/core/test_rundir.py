@@ -111,7 +111,11 @@ def test_metrics_after_the_checkpoint_are_removed(tmp_path: Path) -> None:
         (2, "eval"),
         (3, "train"),
     ]
-    assert truncate_and_read(run, Progress(step=2, samples=8, evaluated_step=2)) == [(1, "train"), (2, "train"), (2, "eval")]
+    assert truncate_and_read(run, Progress(step=2, samples=8, evaluated_step=2)) == [
+        (1, "train"),
+        (2, "train"),
+        (2, "eval"),
+    ]
     # The checkpoint of step 2 was written before its evaluation, which will run again.
     assert truncate_and_read(run, Progress(step=2, samples=8, evaluated_step=0)) == [(1, "train"), (2, "train")]
     assert truncate_and_read(run, Progress()) == []

@@ -130,7 +130,9 @@ def test_evaluation_reports_each_inner_step_and_keeps_the_weights() -> None:
 
 
 def test_only_trainable_weights_are_adapted_and_a_plain_batch_uses_the_inner_task() -> None:
-    task = Maml(inner=LeastSquares(), method="fomaml", inner_steps=1, inner_rate=0.1, adapts=lambda names: names[2:])
+    task = Maml(
+        inner=LeastSquares(), method="fomaml", inner_steps=1, inner_rate=0.1, select_adapted=lambda names: names[2:]
+    )
     model = nn.Sequential(nn.Linear(F, F), nn.Linear(F, 1)).double()
     adapted: list[set[str]] = []
 
