@@ -54,7 +54,7 @@ def splits(folder: Path) -> None:
 
 def tensor(folder: Path) -> None:
     """Tensor ranks process the same samples, so each equals a single process."""
-    for name, task in {"tensor": Dropped(), "tensor-bare": Whole(), "tensor-state": Remembering()}.items():
+    for name, task in {"tensor": WithDropout(), "tensor-unwrapped": Unwrapped(), "tensor-state": Remembering()}.items():
         toy_engine = engine(
             training(optimizer={"name": "sgd"}), task=task, micro=3, world=World.from_environment({"tensor": 2})
         )
@@ -64,27 +64,27 @@ def tensor(folder: Path) -> None:
         (folder / f"{name}.{RANK}.json").write_text(json.dumps([r["loss"] for r in reports]))
     assert toy_engine.any_rank(RANK == 1), "a request of one rank reaches all ranks"
     batches = iter_eval_batches(source(samples=37), 8, data_rank=toy_engine.data_rank, data_size=toy_engine.data_size)
-    _, arrays = evaluate_with_rows(engine(task=Named(), world=World.from_environment({"tensor": 2})), batches)
+    _, arrays = evaluate_with_rows(engine(task=WithRows(), world=World.from_environment({"tensor": 2})), batches)
     save_tensors(folder, "tensor-rows", arrays)
 
 
-class Dropped(Toy):
+class WithDropout(Toy):
     dropout: float = 0.3
 
 
-class Whole(Toy):
+class Unwrapped(Toy):
     needs_unwrapped_model: ClassVar[bool] = True
 
 
-THAWING = [{"pattern": "(second|head).*"}, {"pattern": ".*", "starts": 2}]
+UNFREEZING = [{"pattern": "(second|head).*"}, {"pattern": ".*", "starts": 2}]
 
 
-def thawing(folder: Path) -> None:
+def unfreezing(folder: Path) -> None:
     """Some parameters become trainable at the third step, and their gradients are then reduced too."""
-    toy_engine = engine(training(optimizer={"name": "sgd"}, groups=THAWING))
+    toy_engine = engine(training(optimizer={"name": "sgd"}, groups=UNFREEZING))
     toy_engine.set_schedule(toy_engine.rate, total=8, steps_per_epoch=5)
     train_steps(toy_engine, loader(of=toy_engine), 0, 4)
-    save_tensors(folder, "thawing", copy_state(toy_engine))
+    save_tensors(folder, "unfreezing", copy_state(toy_engine))
 
 
 def remembering(folder: Path) -> None:
@@ -94,7 +94,7 @@ def remembering(folder: Path) -> None:
     save_tensors(folder, "remembering", copy_state(toy_engine))
 
 
-class Named(Toy):
+class WithRows(Toy):
     """Returns an identifier of each example as a row."""
 
     def loss(self, models: Any, batch: Any, rng: Any) -> Any:
@@ -104,12 +104,12 @@ class Named(Toy):
 def rows(folder: Path) -> None:
     """37 samples in batches of 8; the last batch cannot be split evenly."""
     _, arrays = evaluate_with_rows(
-        engine(task=Named()), iter_eval_batches(source(samples=37), 8, data_rank=RANK, data_size=2)
+        engine(task=WithRows()), iter_eval_batches(source(samples=37), 8, data_rank=RANK, data_size=2)
     )
     save_tensors(folder, "rows", arrays)
 
 
-class Cramped(Toy):
+class OutOfMemoryOnRank1(Toy):
     """Only the second rank runs out of memory."""
 
     def loss(self, models: Any, batch: Any, rng: Any) -> Any:
@@ -118,20 +118,24 @@ class Cramped(Toy):
         return super().loss(models, batch, rng)
 
 
-class Bare(Cramped):
+class UnwrappedOutOfMemory(OutOfMemoryOnRank1):
     needs_unwrapped_model: ClassVar[bool] = True
 
 
-class Apart(Cramped):
+class SurgeryOutOfMemory(OutOfMemoryOnRank1):
     gradient_surgery: ClassVar[bool] = True
 
 
-CRAMPED = {"memory": Cramped, "memory-bare": Bare, "memory-apart": Apart}
+OUT_OF_MEMORY = {
+    "memory": OutOfMemoryOnRank1,
+    "memory-unwrapped": UnwrappedOutOfMemory,
+    "memory-surgery": SurgeryOutOfMemory,
+}
 
 
 def memory(folder: Path) -> None:
     """Both ranks use the micro-batch that fits both, and no rank waits for gradients of one that ran out of memory."""
-    for name, task in CRAMPED.items():
+    for name, task in OUT_OF_MEMORY.items():
         toy_engine = engine(training(micro_batch_size="auto", optimizer={"name": "sgd"}), task=task())
         train_steps(toy_engine, loader(of=toy_engine), 0, 3)
         assert toy_engine.micro_batch_size == 2
@@ -167,7 +171,7 @@ def without_padding(batch: Any) -> Any:
     return {name: value[rows] for name, value in batch.items() if name != "weight"}
 
 
-class Slow(Snapshot):
+class SlowSnapshot(Snapshot):
     """A snapshot that takes long to write."""
 
     def __init__(self, inner: Snapshot) -> None:
@@ -178,7 +182,7 @@ class Slow(Snapshot):
         return self.inner.files()
 
 
-class Shouting(Toy):
+class InfiniteLossOnRank1(Toy):
     """The loss of one rank is infinite; all gradients are finite."""
 
     def loss(self, models: Any, batch: Any, rng: Any) -> Any:
@@ -188,7 +192,7 @@ class Shouting(Toy):
 
 
 def disagreement(folder: Path) -> None:
-    toy_engine = engine(training(optimizer={"name": "sgd"}, on_nonfinite="skip"), task=Shouting())
+    toy_engine = engine(training(optimizer={"name": "sgd"}, on_nonfinite="skip"), task=InfiniteLossOnRank1())
     train_steps(toy_engine, loader(of=toy_engine), 0, 2)
     save_tensors(folder, "disagreement", copy_state(toy_engine))
 
@@ -198,14 +202,14 @@ def rollback(folder: Path) -> None:
     toy_engine = engine(training(on_nonfinite="rollback", optimizer={"name": "sgd"}))
     batches = loader(source(bad=BAD), of=toy_engine)
     snapshot = toy_engine.snapshot
-    toy_engine.snapshot = lambda: Slow(snapshot())  # type: ignore[method-assign,assignment]
+    toy_engine.snapshot = lambda: SlowSnapshot(snapshot())  # type: ignore[method-assign,assignment]
     saver = Saver(folder / "rollback", keep=2, fingerprint={}, announce=lambda p, path: None, warn=lambda text: None)
     recover = NonfiniteRecovery(
         engine=toy_engine,
         loader=batches,
         saver=saver,
         policy="rollback",
-        folder=folder / "evidence",
+        folder=folder / "nonfinite",
         warn=lambda text: None,
     )
     progress = Progress(total=6)
@@ -241,9 +245,9 @@ def image(folder: Path) -> None:
 if __name__ == "__main__":
     out = Path(sys.argv[1])
     # The engines here are never closed and share one process group.
-    leave, dist.destroy_process_group = dist.destroy_process_group, lambda: None
+    destroy_process_group, dist.destroy_process_group = dist.destroy_process_group, lambda: None
     splits(out)
-    thawing(out)
+    unfreezing(out)
     remembering(out)
     rows(out)
     tensor(out)
@@ -253,8 +257,8 @@ if __name__ == "__main__":
     rollback(out)
     gc.collect()  # wrappers of unclosed engines, which would outlive the group
     dist.barrier()  # no rank leaves while another still communicates
-    dist.destroy_process_group = leave
-    leave()
+    dist.destroy_process_group = destroy_process_group
+    destroy_process_group()
     # Each command joins its own group under the same launcher.
     language(out, Path(sys.argv[2]))
     image(out)

@@ -37,10 +37,10 @@ def test_weights_and_losses_match_one_process(two_ranks: Path, micro: int | None
 
 
 def test_groups_with_a_later_start_match_one_process(two_ranks: Path) -> None:
-    torch_engine = engine(training(optimizer={"name": "sgd"}, groups=script.THAWING))
+    torch_engine = engine(training(optimizer={"name": "sgd"}, groups=script.UNFREEZING))
     torch_engine.set_schedule(torch_engine.rate, total=8, steps_per_epoch=5)
     train_steps(torch_engine, loader(of=torch_engine), 0, 4)
-    distributed = load_result(two_ranks, "thawing")
+    distributed = load_result(two_ranks, "unfreezing")
     for name, array in copy_state(torch_engine).items():
         np.testing.assert_allclose(distributed[name], array, rtol=1e-6, atol=1e-6, err_msg=name)
 
@@ -54,7 +54,11 @@ def test_gathered_rows_have_each_sample_once_in_order(two_ranks: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "task"),
-    [("tensor", script.Dropped()), ("tensor-bare", script.Whole()), ("tensor-state", script.Remembering())],
+    [
+        ("tensor", script.WithDropout()),
+        ("tensor-unwrapped", script.Unwrapped()),
+        ("tensor-state", script.Remembering()),
+    ],
 )
 def test_ranks_that_share_their_data_match_one_process(two_ranks: Path, name: str, task: Toy) -> None:
     """Samples, noise, dropout, counts, gradients and metrics are not counted twice."""
@@ -70,9 +74,9 @@ def test_ranks_that_share_their_data_match_one_process(two_ranks: Path, name: st
         )
 
 
-@pytest.mark.parametrize("kind", script.CRAMPED)
+@pytest.mark.parametrize("kind", script.OUT_OF_MEMORY)
 def test_ranks_find_the_micro_batch_that_fits_all_of_them(two_ranks: Path, kind: str) -> None:
-    torch_engine = engine(training(optimizer={"name": "sgd"}), task=script.CRAMPED[kind]())
+    torch_engine = engine(training(optimizer={"name": "sgd"}), task=script.OUT_OF_MEMORY[kind]())
     train_steps(torch_engine, loader(of=torch_engine), 0, 3)
     distributed = load_result(two_ranks, kind)
     for name, array in copy_state(torch_engine).items():
@@ -80,7 +84,7 @@ def test_ranks_find_the_micro_batch_that_fits_all_of_them(two_ranks: Path, kind:
 
 
 def test_ranks_stay_equal_bit_for_bit(two_ranks: Path) -> None:
-    for name in ("split-None", "split-1", "split-3", "thawing", *script.CRAMPED, "disagreement", "rollback"):
+    for name in ("split-None", "split-1", "split-3", "unfreezing", *script.OUT_OF_MEMORY, "disagreement", "rollback"):
         a, b = load_result(two_ranks, name, 0), load_result(two_ranks, name, 1)
         assert a.keys() == b.keys()
         assert all(a[key].tobytes() == b[key].tobytes() for key in a), name
