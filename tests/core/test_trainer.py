@@ -377,6 +377,7 @@ def test_progress_json_round_trip_and_validation() -> None:
     from bottega.core.errors import CheckpointError
 
     progress = Progress(step=3, samples=12, best=0.5, skip_steps=[1], callback_states={"a": {"b": None}}, stop="enough")
+    assert {"evaluated", "rate_scale", "notes"} < set(progress.to_json()), "keys that all versions write"
     loaded = Progress.from_json(progress.to_json())
     assert loaded == Progress(step=3, samples=12, best=0.5, skip_steps=[1], callback_states={"a": {"b": None}})
     loaded.skip_steps.append(2)

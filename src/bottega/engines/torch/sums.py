@@ -28,8 +28,8 @@ class LocalSum:
 
 def sum_terms(terms: Mapping[str, tuple[Tensor, float]], counts: Mapping[str, float]) -> Tensor:
     """Return the loss: the sum over terms of weight * total / count."""
-    parts = [total * (weight / max(counts[name], 1e-12)) for name, (total, weight) in terms.items()]
-    return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
+    losses = [total * (weight / max(counts[name], 1e-12)) for name, (total, weight) in terms.items()]
+    return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
 
 def sum_terms_by_task(terms: Mapping[str, tuple[Tensor, float]], counts: Mapping[str, float]) -> dict[str, Tensor]:
