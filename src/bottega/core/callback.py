@@ -15,35 +15,26 @@ from bottega.core.errors import CheckpointError
 class Progress:
     """State of a run that is neither a tensor nor a function of the step. Saved as progress.json in every checkpoint.
 
-    The aliases are the keys in progress.json, as all versions write them.
+    `total` is the number of steps of the run, `evaluated_step` the step of the last evaluation, `best` the best value of the
+    metric so far, and `callback_states` the `state_dict` of each callback by its name. Aliases are keys of progress.json.
     """
 
     step: int = 0
-    """Number of steps done."""
     samples: int = 0
-    """Number of samples in these steps."""
     total: int = 0
-    """Number of steps of the whole run."""
     best: float | None = None
-    """Best value of the evaluation metric so far."""
     best_step: int = 0
-    """The step of the best value; 0 if there is none."""
     evaluated_step: Annotated[int, Field(alias="evaluated")] = 0
-    """The step of the last evaluation."""
     learning_rate_scale: Annotated[float, Field(alias="rate_scale")] = 1.0
-    """Factor of the scheduled learning rate, which falls on a plateau."""
     micro_batch_size: int | None = None
     skip_steps: list[int] = field(default_factory=list)
-    """Steps whose update is not applied, because their batch was bad."""
     callback_states: Annotated[dict[str, dict[str, Any]], Field(alias="notes")] = field(default_factory=dict)
-    """The `state_dict` of each callback, by its name."""
     stop: str | None = None
     """The reason to end the run early, set by a callback."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of progress.json."""
-        fields: dict[str, Any] = _ADAPTER.dump_python(self, by_alias=True, warnings=False)
-        return fields
+        return dict(_ADAPTER.dump_python(self, by_alias=True, warnings=False))
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Progress:

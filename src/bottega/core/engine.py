@@ -120,11 +120,7 @@ class Engine(ABC):
 
     @abstractmethod
     def train_step(self, step: int, batch: Batch) -> dict[str, Any]:
-        """Run one optimizer step over this rank's part of the global batch, without waiting for the device.
-
-        Returns the metrics of the step, still on the device, for `fetch`; `units` is a float and counts the items of the
-        global batch.
-        """
+        """Run one optimizer step over this rank's part of the global batch; return its metrics, still on the device."""
 
     @abstractmethod
     def eval_step(self, batch: Batch, *, with_rows: bool = True, task: Task | None = None) -> EvaluationOutput:

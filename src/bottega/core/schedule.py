@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 Rate = Callable[[int], float]
-"""A learning rate, or a multiplier of one, as a function of the step."""
 
 
 @dataclass(frozen=True)
@@ -15,9 +14,7 @@ class Schedule:
     """The schedule `name` over `total` steps after a linear warm-up of `warmup` steps, never below `floor` after it.
 
     Steps count from 0; step `warmup - 1` is the first at the peak. `plateau` is constant here: its factor depends on
-    evaluations and is stored in the progress. `cycle` is the number of steps between two restarts, `power` belongs to
-    `polynomial`, `gamma` is the multiplier that `exponential` ends at, and `decay_fraction` is the fraction of `total`
-    at the end in which `wsd` decays.
+    evaluations and is stored in the progress. `cycle` is in steps; `wsd` decays in the last `decay_fraction` of all steps.
     """
 
     name: str
@@ -65,7 +62,7 @@ def _warmup_stable_decay(s: Schedule, elapsed: int) -> float:
     return min(1.0, max(0.0, (s.span - elapsed) / num_decay_steps))
 
 
-SHAPES: dict[str, Callable[[Schedule, int], float]] = {
+SHAPES: dict[str, Callable[[Schedule, int], float]] = {  # `elapsed`: steps since the warm-up
     "constant": lambda s, elapsed: 1.0,
     "plateau": lambda s, elapsed: 1.0,
     "linear": lambda s, elapsed: max(0.0, 1 - elapsed / s.span),
@@ -76,7 +73,6 @@ SHAPES: dict[str, Callable[[Schedule, int], float]] = {
     "inverse_sqrt": lambda s, elapsed: math.sqrt(max(1, s.warmup) / (max(1, s.warmup) + elapsed)),
     "wsd": _warmup_stable_decay,
 }
-"""name -> function of a schedule and the steps elapsed since its warm-up; the result is between 0 and 1, before `floor`."""
 
 
 def ema_decay_at(step: int, decay: float | None) -> float:

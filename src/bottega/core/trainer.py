@@ -59,8 +59,7 @@ class Trainer:
 
     `recover(progress, step)` handles a step whose loss or gradient was not finite: it returns the step to continue from
     (rollback), or raises. `score` and `summarise` add evaluation metrics that are not means over examples: the first
-    from the rows (F1), the second from the means (perplexity). `sample` writes samples of the current step and returns
-    their folder; `has_sample` tells whether that folder exists already.
+    from the rows (F1), the second from the means (perplexity). `sample` writes samples and returns their folder.
     """
 
     engine: Engine
@@ -112,8 +111,7 @@ class Trainer:
                 self._raise_interrupted()
         is_sample_due = progress.step > 0 and self._is_sample_due()
         if self.sample and self.has_sample and is_sample_due and not self.has_sample(progress):
-            # The previous process ended between its checkpoint and this sample.
-            self._notify("after_sample", self.sample(progress))
+            self._notify("after_sample", self.sample(progress))  # the previous process ended before this sample
         stream = self.batches(progress.step)
         metrics: dict[str, Any] = {}
         while progress.step < progress.total and progress.stop is None:
@@ -140,9 +138,8 @@ class Trainer:
             is_evaluation_due = self._is_evaluation_due()
             is_save_due = self._is_due(cadences.save, progress.step) or is_last or is_stopping or self._is_save_time()
             is_sample_due = self._is_sample_due()
-            is_log_due = is_last or is_evaluation_due or is_sample_due or self._is_due(cadences.log, progress.step)
-            if is_log_due or is_save_due:
-                step = progress.step
+            step = progress.step
+            if is_last or is_evaluation_due or is_save_due or is_sample_due or self._is_due(cadences.log, step):
                 self._log(metrics)
                 if progress.step != step:  # rolled back
                     stream = self.batches(progress.step)
@@ -169,9 +166,8 @@ class Trainer:
         return every > 0 and step > 0 and step % every == 0
 
     def _is_evaluation_due(self) -> bool:
-        step, every = self.progress.step, self.cadences.evaluate
-        is_extra_step = step >= self.progress.total or step in self.cadences.evaluate_at
-        return self._is_due(every, step) or (every > 0 and is_extra_step)
+        step, every, extra_steps = self.progress.step, self.cadences.evaluate, self.cadences.evaluate_at
+        return self._is_due(every, step) or (every > 0 and (step >= self.progress.total or step in extra_steps))
 
     def _is_save_time(self) -> bool:
         limit = self.cadences.save_seconds
@@ -298,7 +294,6 @@ def evaluate_with_rows(engine: Engine, batches: Iterator[Batch]) -> tuple[dict[s
             batch_rows.append(rows)
     if not totals:
         raise DataError("the validation data has no samples; add data or remove data.validation")
-    sums_and_counts = {f"{name}/{i}": value for name, pair in totals.items() for i, value in enumerate(pair)}
-    values = engine.fetch(sums_and_counts)
+    values = engine.fetch({f"{name}/{i}": value for name, pair in totals.items() for i, value in enumerate(pair)})
     means = {name: values[f"{name}/0"] / count if (count := values[f"{name}/1"]) else math.nan for name in totals}
     return means, engine.fetch_rows(batch_rows) if batch_rows else {}
