@@ -64,7 +64,7 @@ def tensor(folder: Path) -> None:
         (folder / f"{name}.{RANK}.json").write_text(json.dumps([r["loss"] for r in reports]))
     assert toy_engine.any_rank(RANK == 1), "a request of one rank reaches all ranks"
     batches = iter_eval_batches(source(samples=37), 8, data_rank=toy_engine.data_rank, data_size=toy_engine.data_size)
-    _, arrays = evaluate_with_rows(engine(task=WithIdentifiers(), world=World.from_environment({"tensor": 2})), batches)
+    _, arrays = evaluate_with_rows(engine(task=WithRows(), world=World.from_environment({"tensor": 2})), batches)
     save_tensors(folder, "tensor-rows", arrays)
 
 
@@ -94,7 +94,7 @@ def remembering(folder: Path) -> None:
     save_tensors(folder, "remembering", copy_state(toy_engine))
 
 
-class WithIdentifiers(Toy):
+class WithRows(Toy):
     """Returns an identifier of each example as a row."""
 
     def loss(self, models: Any, batch: Any, rng: Any) -> Any:
@@ -104,12 +104,12 @@ class WithIdentifiers(Toy):
 def rows(folder: Path) -> None:
     """37 samples in batches of 8; the last batch cannot be split evenly."""
     _, arrays = evaluate_with_rows(
-        engine(task=WithIdentifiers()), iter_eval_batches(source(samples=37), 8, data_rank=RANK, data_size=2)
+        engine(task=WithRows()), iter_eval_batches(source(samples=37), 8, data_rank=RANK, data_size=2)
     )
     save_tensors(folder, "rows", arrays)
 
 
-class OutOfMemory(Toy):
+class OutOfMemoryOnRank1(Toy):
     """Only the second rank runs out of memory."""
 
     def loss(self, models: Any, batch: Any, rng: Any) -> Any:
@@ -118,18 +118,18 @@ class OutOfMemory(Toy):
         return super().loss(models, batch, rng)
 
 
-class OutOfMemoryUnwrapped(OutOfMemory):
+class UnwrappedOutOfMemory(OutOfMemoryOnRank1):
     needs_unwrapped_model: ClassVar[bool] = True
 
 
-class OutOfMemoryWithSurgery(OutOfMemory):
+class SurgeryOutOfMemory(OutOfMemoryOnRank1):
     gradient_surgery: ClassVar[bool] = True
 
 
 OUT_OF_MEMORY = {
-    "memory": OutOfMemory,
-    "memory-unwrapped": OutOfMemoryUnwrapped,
-    "memory-surgery": OutOfMemoryWithSurgery,
+    "memory": OutOfMemoryOnRank1,
+    "memory-unwrapped": UnwrappedOutOfMemory,
+    "memory-surgery": SurgeryOutOfMemory,
 }
 
 
@@ -171,7 +171,7 @@ def without_padding(batch: Any) -> Any:
     return {name: value[rows] for name, value in batch.items() if name != "weight"}
 
 
-class Slow(Snapshot):
+class SlowSnapshot(Snapshot):
     """A snapshot that takes long to write."""
 
     def __init__(self, inner: Snapshot) -> None:
@@ -182,7 +182,7 @@ class Slow(Snapshot):
         return self.inner.files()
 
 
-class InfiniteLoss(Toy):
+class InfiniteLossOnRank1(Toy):
     """The loss of one rank is infinite; all gradients are finite."""
 
     def loss(self, models: Any, batch: Any, rng: Any) -> Any:
@@ -192,8 +192,7 @@ class InfiniteLoss(Toy):
 
 
 def disagreement(folder: Path) -> None:
-    """The loss is finite on one rank only; both skip the step."""
-    toy_engine = engine(training(optimizer={"name": "sgd"}, on_nonfinite="skip"), task=InfiniteLoss())
+    toy_engine = engine(training(optimizer={"name": "sgd"}, on_nonfinite="skip"), task=InfiniteLossOnRank1())
     train_steps(toy_engine, loader(of=toy_engine), 0, 2)
     save_tensors(folder, "disagreement", copy_state(toy_engine))
 
@@ -203,14 +202,14 @@ def rollback(folder: Path) -> None:
     toy_engine = engine(training(on_nonfinite="rollback", optimizer={"name": "sgd"}))
     batches = loader(source(bad=BAD), of=toy_engine)
     snapshot = toy_engine.snapshot
-    toy_engine.snapshot = lambda: Slow(snapshot())  # type: ignore[method-assign,assignment]
+    toy_engine.snapshot = lambda: SlowSnapshot(snapshot())  # type: ignore[method-assign,assignment]
     saver = Saver(folder / "rollback", keep=2, fingerprint={}, announce=lambda p, path: None, warn=lambda text: None)
     recover = NonfiniteRecovery(
         engine=toy_engine,
         loader=batches,
         saver=saver,
         policy="rollback",
-        folder=folder / "evidence",
+        folder=folder / "nonfinite",
         warn=lambda text: None,
     )
     progress = Progress(total=6)

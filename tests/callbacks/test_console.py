@@ -26,14 +26,14 @@ def test_progress_line_is_not_truncated(width: int) -> None:
     console, screen = Console(unit="tokens"), io.StringIO()
     console.rich = Rich(file=screen, width=width, force_terminal=True, color_system=None)
     progress = Progress(step=1_000, total=20_000)
-    parts = console._format_fields(progress, METRICS)
-    console.rich.print(console._build_live_line(progress, parts))
+    fields = console._format_fields(progress, METRICS)
+    console.rich.print(console._build_live_line(progress, fields))
     (line,) = screen.getvalue().splitlines()
     assert len(line) <= width
     assert "\u2026" not in line
-    for part in ("step  1000/20000", "loss 4.8298", "11.7k tokens/s"):
-        assert part in line
-    assert all(part in line for part in parts) or width < 120
+    for field in ("step  1000/20000", "loss 4.8298", "11.7k tokens/s"):
+        assert field in line
+    assert all(field in line for field in fields) or width < 120
 
 
 @pytest.mark.parametrize(("value", "logged"), [(0.5, "0.5000"), (54321.0, "54321.0000"), (1.04e193, "1.0400e+193")])

@@ -87,9 +87,10 @@ def test_divergence_is_logged_at_the_end_of_a_run(tmp_path: Path, rate: float, d
         assert "lower training.learning_rate (10.0)" in lines[0]
 
 
-def estimate(steps: list[int], seconds: float, *, total: int = 1000, first: int = 0) -> list[str]:
+def collect_slow_run_warnings(steps: list[int], seconds: float, *, total: int = 1000, start_step: int = 0) -> list[str]:
+    """Return the warnings of a run that logs at `steps`, each step taking `seconds`."""
     recipe, warned = load_recipe(["image", {"data.image_size": 32}]).recipe, []
-    callback, progress = SlowRunWarning(recipe, warned.append), Progress(step=first, total=total)
+    callback, progress = SlowRunWarning(recipe, warned.append), Progress(step=start_step, total=total)
     callback.start(progress)
     for step in steps:
         progress.step = step
@@ -98,14 +99,16 @@ def estimate(steps: list[int], seconds: float, *, total: int = 1000, first: int 
 
 
 def test_hours_are_estimated_once_after_the_first_steps() -> None:
-    (line,) = estimate([1, 2, 3, 4, 5], 13.0)
+    (line,) = collect_slow_run_warnings([1, 2, 3, 4, 5], 13.0)
     assert "997 more steps of 13 s take about 3.6 hours on this CPU" in line
     assert "a larger model.patch_size (2), or a smaller model.hidden_size (128)" in line
     assert "data.image_size (32) or training.batch_size (128); Ctrl-C" in line
-    assert estimate([1, 2], 13.0) == []
-    assert estimate([10, 20], 3.0) == [], "49 minutes are below the limit"
-    assert estimate([901, 902, 903], 13.0, first=900) == [], "only the remaining steps of a resumed run count"
-    assert "days" in estimate([10], 1000.0)[0]
+    assert collect_slow_run_warnings([1, 2], 13.0) == []
+    assert collect_slow_run_warnings([10, 20], 3.0) == [], "49 minutes are below the limit"
+    assert collect_slow_run_warnings([901, 902, 903], 13.0, start_step=900) == [], (
+        "only the remaining steps of a resumed run count"
+    )
+    assert "days" in collect_slow_run_warnings([10], 1000.0)[0]
 
 
 @pytest.mark.parametrize(

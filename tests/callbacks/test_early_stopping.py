@@ -13,6 +13,7 @@ from bottega.core.errors import UsageError
 
 
 def stop_after(values: list[float], *, patience: int = 2, threshold: float = 0.0, maximise: bool = False) -> int | None:
+    """Return after how many evaluations with these values the run stops; None if it does not."""
     rule, progress = EarlyStopping(metric="m", maximise=maximise, patience=patience, threshold=threshold), Progress()
     for number, value in enumerate(values, 1):
         rule.after_eval(progress, {"m": value})
@@ -63,7 +64,7 @@ def test_patience_survives_a_checkpoint(kind: type) -> None:
     for rule in (first, second):
         progress = Progress()
         rule.after_eval(progress, {"m": 6.0})
-        outcomes.append((progress.stop, progress.rate_scale))
+        outcomes.append((progress.stop, progress.learning_rate_scale))
     assert outcomes[0] == outcomes[1] != (None, 1.0)
     second.load_state_dict({})
     assert second.state_dict() == {"best": None, "waited": 0}, "a new run has no state"
@@ -78,5 +79,5 @@ def test_a_plateau_without_patience_waits_for_the_first_bad_evaluation(patience:
     scales = []
     for value in (5.0, 4.0, 4.0, 3.0, 3.0, 3.0, 3.0):
         rule.after_eval(progress, {"m": value})
-        scales.append(progress.rate_scale)
+        scales.append(progress.learning_rate_scale)
     assert scales == [1, 1, 0.5, 0.5, 0.25, 0.2, 0.2]

@@ -39,9 +39,9 @@ ROW = {
 
 
 def test_metrics_write_nan_as_null(tmp_path: Path) -> None:
-    rows = JsonLines(tmp_path / "metrics.jsonl", pytest.fail)
-    rows.after_step(Progress(step=1, samples=8), {"loss": math.nan, "grad_norm": math.inf, "lr": 0.5})
-    rows.after_eval(Progress(step=1, samples=8), {"loss": 2.0})
+    writer = JsonLines(tmp_path / "metrics.jsonl", pytest.fail)
+    writer.after_step(Progress(step=1, samples=8), {"loss": math.nan, "grad_norm": math.inf, "lr": 0.5})
+    writer.after_eval(Progress(step=1, samples=8), {"loss": 2.0})
     lines = [
         json.loads(line, parse_constant=pytest.fail) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
     ]
@@ -51,11 +51,11 @@ def test_metrics_write_nan_as_null(tmp_path: Path) -> None:
     ]
 
 
-def test_unwritable_log_warns_once_and_training_continues(tmp_path: Path) -> None:
+def test_unwritable_files_warn_once_and_training_continues(tmp_path: Path) -> None:
     messages: list[str] = []
-    rows = JsonLines(tmp_path, messages.append)  # a folder cannot be written to
+    writer = JsonLines(tmp_path, messages.append)  # a folder cannot be written to
     for step in range(3):
-        rows.after_step(Progress(step=step), {"loss": 1.0})
+        writer.after_step(Progress(step=step), {"loss": 1.0})
     assert len(messages) == 1
     assert str(tmp_path) in messages[0]
     console = Console(unit="tokens", log=tmp_path, quiet=True)
@@ -66,26 +66,26 @@ def test_unwritable_log_warns_once_and_training_continues(tmp_path: Path) -> Non
 def test_unwritten_lines_are_written_later(tmp_path: Path) -> None:
     """The disk is full in the middle of a line and later has free space."""
     messages: list[str] = []
-    rows = JsonLines(tmp_path / "metrics.jsonl", messages.append)
-    rows.after_step(Progress(step=1), {"loss": 1.0})
+    writer = JsonLines(tmp_path / "metrics.jsonl", messages.append)
+    writer.after_step(Progress(step=1), {"loss": 1.0})
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (rows.path.stat().st_size + 20, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (writer.path.stat().st_size + 20, hard))
     try:
         for step in (2, 3):
-            rows.after_step(Progress(step=step), {"loss": 1.0})
+            writer.after_step(Progress(step=step), {"loss": 1.0})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert len(messages) == 1
-    rows.after_step(Progress(step=4), {"loss": 1.0})
-    assert [row["step"] for row in map(json.loads, rows.path.read_text().splitlines())] == [1, 2, 3, 4]
+    writer.after_step(Progress(step=4), {"loss": 1.0})
+    assert [row["step"] for row in map(json.loads, writer.path.read_text().splitlines())] == [1, 2, 3, 4]
 
 
 def test_last_line_is_retried_at_the_end(tmp_path: Path) -> None:
-    rows = JsonLines(tmp_path, lambda text: None)
-    rows.after_step(Progress(step=1), {"loss": 1.0})
-    rows.path = tmp_path / "metrics.jsonl"
-    rows.finish(Progress(step=1), None)
-    assert [row["step"] for row in read_metrics(rows.path)] == [1]
+    writer = JsonLines(tmp_path, lambda text: None)
+    writer.after_step(Progress(step=1), {"loss": 1.0})
+    writer.path = tmp_path / "metrics.jsonl"
+    writer.finish(Progress(step=1), None)
+    assert [row["step"] for row in read_metrics(writer.path)] == [1]
 
 
 def make_console(*, terminal: bool) -> tuple[Console, io.StringIO]:
@@ -204,9 +204,9 @@ def test_tensorboard_drops_events_after_a_rollback(tmp_path: Path) -> None:
     assert read_events(tmp_path)["train/loss"] == [(1, 1.0), (2, 2.0)]
 
 
-@pytest.mark.parametrize("moment", ["start", "after_step", "after_sample"])
+@pytest.mark.parametrize("event", ["start", "after_step", "after_sample"])
 def test_training_continues_when_tensorboard_hits_a_full_disk(
-    tmp_path: Path, moment: str, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, event: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """One warning, no output, no thread that could fail later, and a file that ends with a complete event."""
     warnings: list[str] = []
@@ -215,12 +215,12 @@ def test_training_continues_when_tensorboard_hits_a_full_disk(
     (samples / "00.txt").write_text("a sample")
     board = TensorBoard(tmp_path / "events", warnings.append)
     threads = threading.active_count()
-    with full_disk() if moment == "start" else nullcontext():
+    with full_disk() if event == "start" else nullcontext():
         board.start(Progress())
-    if moment != "start":
+    if event != "start":
         board.after_step(Progress(step=1), {"loss": 1.0})
     with full_disk():
-        for step in (2, 3) if moment == "after_step" else ():
+        for step in (2, 3) if event == "after_step" else ():
             board.after_step(Progress(step=step), {"loss": 1.0, "other": 2.0})
         board.after_sample(Progress(step=2), samples)
     board.after_eval(Progress(step=2), {"loss": 1.0})
@@ -229,7 +229,7 @@ def test_training_continues_when_tensorboard_hits_a_full_disk(
     assert re.search("(No space left on device|File too large); training continues", warnings[0])
     assert threading.active_count() == threads
     assert capfd.readouterr() == ("", "")
-    if moment != "start":
+    if event != "start":
         assert read_events(tmp_path / "events") == {"train/loss": [(1, 1.0)]}
 
 

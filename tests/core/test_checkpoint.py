@@ -69,7 +69,7 @@ def test_non_contiguous_tensors_of_every_dtype_round_trip(tmp_path: Path) -> Non
 
 
 def test_newest_checkpoint_is_the_last_written(tmp_path: Path) -> None:
-    for step in (20, 30, 10):  # 10 was reached after a fallback
+    for step in (20, 30, 10):  # 10 was saved after a resume from an older checkpoint
         os.utime(write_checkpoint(tmp_path, step), (step, 10_000 - step))
     assert list_names(tmp_path) == ["step-00000010", "step-00000030", "step-00000020"]
     newest = checkpoint.find_newest_valid(tmp_path, pytest.fail)
@@ -131,10 +131,10 @@ def test_text_file_replaces_links_where_symlinks_fail(tmp_path: Path, monkeypatc
 
 def test_a_moved_or_renamed_checkpoint_still_verifies(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "run", 4)
-    other = tmp_path / "checkpoint of the paper"
-    path.rename(other)
-    assert checkpoint.verify(other).step == 4
-    assert str(tmp_path).encode() not in b"".join(file.read_bytes() for file in other.iterdir())
+    renamed = tmp_path / "checkpoint of the paper"
+    path.rename(renamed)
+    assert checkpoint.verify(renamed).step == 4
+    assert str(tmp_path).encode() not in b"".join(file.read_bytes() for file in renamed.iterdir())
 
 
 def test_partial_checkpoints_are_removed_and_replacements_finished(tmp_path: Path) -> None:
@@ -168,9 +168,9 @@ def test_manifest_with_outside_paths_or_missing_files_is_refused(tmp_path: Path)
         seal({**fields["files"], name: entry})
         with pytest.raises(CheckpointError, match=r"MANIFEST\.json lists"):
             checkpoint.verify(path)
-    for needed in ("model.safetensors", "progress.json"):
-        seal({name: entry for name, entry in fields["files"].items() if name != needed})
-        with pytest.raises(CheckpointError, match=f"lacks {needed}"):
+    for required in ("model.safetensors", "progress.json"):
+        seal({name: entry for name, entry in fields["files"].items() if name != required})
+        with pytest.raises(CheckpointError, match=f"lacks {required}"):
             checkpoint.verify(path)
     seal(fields["files"])
     checkpoint.verify(path)

@@ -48,7 +48,8 @@ def damage_file(path: Path, rng: random.Random) -> str:
     return description
 
 
-def damage_checkpoints(folder: Path, rounds: int) -> None:
+def check_damaged_checkpoints(folder: Path, rounds: int) -> None:
+    """Damage one file of the newest checkpoint in each round; it must be refused with one warning, and the older one used."""
     older, newer = write_checkpoint(folder, 1), write_checkpoint(folder, 2)
     contents = {file.name: file.read_bytes() for file in newer.iterdir()}
     rng = random.Random(0)
@@ -68,12 +69,12 @@ def damage_checkpoints(folder: Path, rounds: int) -> None:
 
 
 def test_damaged_checkpoint_is_refused_and_the_older_one_is_used(tmp_path: Path) -> None:
-    damage_checkpoints(tmp_path, 60)
+    check_damaged_checkpoints(tmp_path, 60)
 
 
 @pytest.mark.slow
 def test_a_thousand_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
-    damage_checkpoints(tmp_path, 1000)
+    check_damaged_checkpoints(tmp_path, 1000)
 
 
 def test_any_changed_byte_of_the_manifest_is_detected(tmp_path: Path) -> None:
@@ -114,7 +115,7 @@ def kill_at_call(monkeypatch: pytest.MonkeyPatch, number: int, *, before: bool) 
     """Raise at the `number`-th system call that writes to disk and at all later ones; return the running count."""
     count = [0]
 
-    def counted(call: Callable[..., Any]) -> Callable[..., Any]:
+    def count_calls(call: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(*args: Any, **options: Any) -> Any:
             count[0] += 1
             if count[0] > number:
@@ -129,9 +130,9 @@ def kill_at_call(monkeypatch: pytest.MonkeyPatch, number: int, *, before: bool) 
         return wrapper
 
     for name in ("rename", "replace", "fsync", "symlink", "unlink", "rmdir", "mkdir"):
-        monkeypatch.setattr(os, name, counted(getattr(os, name)))
-    monkeypatch.setattr(tensor_file, "_write_all", counted(tensor_file._write_all))
-    monkeypatch.setattr(durable, "_exchange", counted(durable._exchange))
+        monkeypatch.setattr(os, name, count_calls(getattr(os, name)))
+    monkeypatch.setattr(tensor_file, "_write_all", count_calls(tensor_file._write_all))
+    monkeypatch.setattr(durable, "_exchange", count_calls(durable._exchange))
     return count
 
 

@@ -105,22 +105,26 @@ def test_metrics_after_the_checkpoint_are_removed(tmp_path: Path) -> None:
     run.truncate_metrics(Progress())  # there is no file yet
     rows = [make_row(1), make_row(2), make_row(2, "eval"), make_row(3), make_row(4), make_row(4, "eval")]
     run.metrics.write_text("".join(json.dumps(r) + "\n" for r in rows) + '{"step": 5, "kind": "tr')
-    assert truncate_and_read(run, Progress(step=3, samples=12, evaluated=2)) == [
+    assert truncate_and_read(run, Progress(step=3, samples=12, evaluated_step=2)) == [
         (1, "train"),
         (2, "train"),
         (2, "eval"),
         (3, "train"),
     ]
-    assert truncate_and_read(run, Progress(step=2, samples=8, evaluated=2)) == [(1, "train"), (2, "train"), (2, "eval")]
+    assert truncate_and_read(run, Progress(step=2, samples=8, evaluated_step=2)) == [
+        (1, "train"),
+        (2, "train"),
+        (2, "eval"),
+    ]
     # The checkpoint of step 2 was written before its evaluation, which will run again.
-    assert truncate_and_read(run, Progress(step=2, samples=8, evaluated=0)) == [(1, "train"), (2, "train")]
+    assert truncate_and_read(run, Progress(step=2, samples=8, evaluated_step=0)) == [(1, "train"), (2, "train")]
     assert truncate_and_read(run, Progress()) == []
 
 
 def test_metrics_are_truncated_by_samples_after_a_batch_size_change(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     run.metrics.write_text("".join(json.dumps(make_row(step)) + "\n" for step in range(1, 9)))
-    assert len(truncate_and_read(run, Progress(step=3, samples=24, evaluated=3))) == 6, (
+    assert len(truncate_and_read(run, Progress(step=3, samples=24, evaluated_step=3))) == 6, (
         "24 samples are six steps of four"
     )
 

@@ -67,7 +67,7 @@ def test_restarts_come_back_to_the_peak_each_period() -> None:
     assert period == [schedule(step) for step in range(60, 85)]
 
 
-def test_published_values() -> None:
+def test_values_computed_by_hand() -> None:
     assert Schedule("cosine", total=100, floor=0.2)(50) == pytest.approx(0.2 + 0.8 * 0.5)
     assert Schedule("linear", total=100)(25) == pytest.approx(0.75)
     assert Schedule("polynomial", total=100, power=2.0)(50) == pytest.approx(0.25)

@@ -36,10 +36,10 @@ class WeightSnapshot(Snapshot):
 
 
 class CountingEngine(FakeEngine):
-    """An engine whose weight is a sum of rates, which shows wrong rates and extra steps. `losses` are its evaluations."""
+    """An engine whose weight is a sum of rates, which shows wrong rates and extra steps. `losses` maps a step to the loss of its evaluation."""
 
     def __init__(self, losses: Mapping[int, float] | None = None, *, events: list[str] | None = None) -> None:
-        self.weight, self.losses, self.at = 0.0, losses or {}, 0
+        self.weight, self.losses, self.step = 0.0, losses or {}, 0
         self.events = events if events is not None else []
         self.bad: set[int] = set()
         self.signal_at: tuple[int, signal.Signals] | None = None
@@ -47,14 +47,14 @@ class CountingEngine(FakeEngine):
     def train_step(self, step: int, batch: Batch) -> dict[str, Any]:
         self.events.append(f"step {step}")
         assert int(batch["x"][0]) == step
-        self.weight += self.rate_scale * (step + 1)
-        self.at = step + 1
-        if self.signal_at is not None and self.signal_at[0] == self.at:
+        self.weight += self.learning_rate_scale * (step + 1)
+        self.step = step + 1
+        if self.signal_at is not None and self.signal_at[0] == self.step:
             os.kill(os.getpid(), self.signal_at[1])
         return {"loss": self.weight, "bad_steps": float(step in self.bad), "units": 3.0}
 
     def eval_step(self, batch: Batch, **options: Any) -> EvaluationOutput:
-        return EvaluationOutput({"loss": (self.losses.get(self.at, 1.0) * len(batch["x"]), len(batch["x"]))})
+        return EvaluationOutput({"loss": (self.losses.get(self.step, 1.0) * len(batch["x"]), len(batch["x"]))})
 
     def fetch(self, metrics: Mapping[str, Any]) -> dict[str, float]:
         self.events.append("fetch")
@@ -80,7 +80,7 @@ class NumberBatches:
 
 
 class EventCallback(Callback):
-    name = "diary"
+    name = "events"
 
     def __init__(self, events: list[str]) -> None:
         self.events = events
@@ -105,26 +105,26 @@ class EventCallback(Callback):
 
 
 def make_trainer(
-    folder: Path, engine: CountingEngine, *callbacks: Callback, every: Cadences, total: int = 6, **more: Any
+    folder: Path, engine: CountingEngine, *callbacks: Callback, cadences: Cadences, total: int = 6, **options: Any
 ) -> Trainer:
     """Return a trainer for `folder`, resumed from its newest checkpoint."""
     progress = Progress(total=total)
-    if (good := checkpoint.find_newest_valid(folder, pytest.fail)) is not None:
-        progress = Progress.from_json(checkpoint.read_progress(good[0]))
+    if (newest := checkpoint.find_newest_valid(folder, pytest.fail)) is not None:
+        progress = Progress.from_json(checkpoint.read_progress(newest[0]))
         progress.total = total
-        engine.load(good[0])
-        engine.at = progress.step
+        engine.load(newest[0])
+        engine.step = progress.step
     # Announcements arrive at some later step, so that tests of the order read the disk instead.
     saver = Saver(folder, keep=9, fingerprint={}, announce=lambda p, path: None, warn=pytest.fail)
-    more.setdefault("validation", lambda: iter([{"x": np.zeros(3)}, {"x": np.zeros(1)}]))
+    options.setdefault("validation", lambda: iter([{"x": np.zeros(3)}, {"x": np.zeros(1)}]))
     return Trainer(
         engine=engine,
         batches=NumberBatches(),
         progress=progress,
-        cadences=every,
+        cadences=cadences,
         saver=saver,
         callbacks=callbacks,
-        **more,
+        **options,
     )
 
 
@@ -135,8 +135,8 @@ def list_saved_steps(folder: Path) -> list[int]:
 def test_callbacks_are_called_in_order(tmp_path: Path) -> None:
     events: list[str] = []
     engine = CountingEngine({2: 0.5, 4: 0.7, 6: 0.6}, events=events)
-    every = Cadences(log=3, evaluate=2, save=4, sample=4)
-    make_trainer(tmp_path, engine, EventCallback(events), every=every, sample=lambda p: tmp_path).run()
+    cadences = Cadences(log=3, evaluate=2, save=4, sample=4)
+    make_trainer(tmp_path, engine, EventCallback(events), cadences=cadences, sample=lambda p: tmp_path).run()
     calls = [e for e in events if e not in ("fetch",)]
     assert calls == [
         "start",
@@ -158,13 +158,13 @@ def test_callbacks_are_called_in_order(tmp_path: Path) -> None:
 
 def test_metrics_are_fetched_on_log_steps_only(tmp_path: Path) -> None:
     engine = CountingEngine()
-    make_trainer(tmp_path, engine, every=Cadences(log=5), total=20).run()
+    make_trainer(tmp_path, engine, cadences=Cadences(log=5), total=20).run()
     assert engine.events.count("fetch") == 4
 
 
 def test_callbacks_finish_when_a_run_fails(tmp_path: Path) -> None:
     events: list[str] = []
-    short = make_trainer(tmp_path, CountingEngine(events=events), EventCallback(events), every=Cadences())
+    short = make_trainer(tmp_path, CountingEngine(events=events), EventCallback(events), cadences=Cadences())
     short.batches = NumberBatches(stop=3)
     with pytest.raises(DataError, match="the data ended at step 3 of 6"):
         short.run()
@@ -177,7 +177,7 @@ def test_callbacks_finish_when_a_run_fails(tmp_path: Path) -> None:
     events.clear()
     with pytest.raises(Diverged):
         make_trainer(
-            tmp_path / "b", CountingEngine(events=events), EventCallback(events), Broken(), every=Cadences()
+            tmp_path / "b", CountingEngine(events=events), EventCallback(events), Broken(), cadences=Cadences()
         ).run()
     assert events == ["start", "finish Diverged"], "a started callback was not finished"
 
@@ -187,7 +187,7 @@ def test_failed_sample_does_not_prevent_the_checkpoint(tmp_path: Path) -> None:
         raise DataError("cannot be sampled")
 
     with pytest.raises(DataError, match="cannot be sampled"):
-        make_trainer(tmp_path, CountingEngine(), every=Cadences(save=0, sample=6), sample=fail).run()
+        make_trainer(tmp_path, CountingEngine(), cadences=Cadences(save=0, sample=6), sample=fail).run()
     assert list_saved_steps(tmp_path) == [6]
 
 
@@ -199,7 +199,7 @@ def test_log_line_has_consistent_throughput(tmp_path: Path) -> None:
             rows.append(metrics)
             assert progress.samples == 4 * progress.step
 
-    make_trainer(tmp_path, CountingEngine(), Record(), every=Cadences(log=3)).run()
+    make_trainer(tmp_path, CountingEngine(), Record(), cadences=Cadences(log=3)).run()
     for row in rows:
         assert row["units_per_second"] == pytest.approx(row["samples_per_second"] * 3 / 4)
         assert row["step_seconds"] * row["samples_per_second"] == pytest.approx(4)
@@ -209,17 +209,17 @@ def test_log_line_has_consistent_throughput(tmp_path: Path) -> None:
 
 def test_unknown_best_metric_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"evaluation\.metric: 'f1' is not measured; choose from loss"):
-        make_trainer(tmp_path, CountingEngine(), every=Cadences(evaluate=2), best_metric=BestMetric("f1")).run()
+        make_trainer(tmp_path, CountingEngine(), cadences=Cadences(evaluate=2), best_metric=BestMetric("f1")).run()
 
 
 def test_best_is_minimal_or_maximal_and_never_nan(tmp_path: Path) -> None:
     losses = {1: 0.5, 2: math.nan, 3: 0.9, 4: 0.2, 5: math.inf, 6: 0.3}
-    low = make_trainer(tmp_path / "a", CountingEngine(losses), every=Cadences(evaluate=1)).run()
+    low = make_trainer(tmp_path / "a", CountingEngine(losses), cadences=Cadences(evaluate=1)).run()
     assert (low.best, low.best_step) == (0.2, 4)
     high = make_trainer(
         tmp_path / "b",
         CountingEngine(losses),
-        every=Cadences(evaluate=1),
+        cadences=Cadences(evaluate=1),
         best_metric=BestMetric("loss", maximise=True),
     ).run()
     assert (high.best, high.best_step) == (0.9, 3)
@@ -232,41 +232,41 @@ def run_until_signal(
     at: int,
     *callbacks: Callback,
     kind: signal.Signals = signal.SIGTERM,
-    **more: Any,
+    **options: Any,
 ) -> Interrupted:
     engine.signal_at = (at, kind)
     with pytest.raises(Interrupted) as caught:
-        make_trainer(folder, engine, *callbacks, **more).run()
+        make_trainer(folder, engine, *callbacks, **options).run()
     return caught.value
 
 
 @pytest.mark.parametrize(("kind", "code"), [(signal.SIGTERM, 85), (signal.SIGUSR1, 85), (signal.SIGINT, 130)])
 def test_a_signal_saves_at_the_end_of_its_step(tmp_path: Path, kind: signal.Signals, code: int) -> None:
     before = signal.getsignal(kind)
-    stopped = run_until_signal(tmp_path, CountingEngine(), 3, every=Cadences(), kind=kind)
+    stopped = run_until_signal(tmp_path, CountingEngine(), 3, cadences=Cadences(), kind=kind)
     assert stopped.code == code
     assert str(stopped) == f"stopped by {kind.name} at step 3; the state is saved, run the same command to continue"
     assert list_saved_steps(tmp_path) == [3]
     assert signal.getsignal(kind) is before, "the signal handler was not restored"
-    assert make_trainer(tmp_path, engine := CountingEngine(), every=Cadences()).run().step == 6
+    assert make_trainer(tmp_path, engine := CountingEngine(), cadences=Cadences()).run().step == 6
     assert engine.weight == sum(range(1, 7))
 
 
 @pytest.mark.parametrize("at", [4, 6, 7], ids=["on the cadence", "between", "at the last step"])
 def test_evaluation_prevented_by_a_signal_runs_after_resume(tmp_path: Path, at: int) -> None:
     losses = {2: 0.9, 4: 0.5, 6: 0.4, 7: 0.3}
-    every = Cadences(log=1, evaluate=2)
-    straight = make_trainer(tmp_path / "straight", CountingEngine(losses), every=every, total=7).run()
-    run_until_signal(tmp_path / "cut", CountingEngine(losses), at, every=every, total=7)
+    cadences = Cadences(log=1, evaluate=2)
+    straight = make_trainer(tmp_path / "straight", CountingEngine(losses), cadences=cadences, total=7).run()
+    run_until_signal(tmp_path / "cut", CountingEngine(losses), at, cadences=cadences, total=7)
     events: list[str] = []
     resumed = make_trainer(
-        tmp_path / "cut", CountingEngine(losses, events=events), EventCallback(events), every=every, total=7
+        tmp_path / "cut", CountingEngine(losses, events=events), EventCallback(events), cadences=cadences, total=7
     ).run()
     assert events[:3] == ["start", "fetch", f"evaluated {at}"]
-    assert (resumed.best, resumed.best_step, resumed.evaluated) == (
+    assert (resumed.best, resumed.best_step, resumed.evaluated_step) == (
         straight.best,
         straight.best_step,
-        straight.evaluated,
+        straight.evaluated_step,
     )
     for link in ("best", "last"):
         links = [checkpoint.read_link(tmp_path / name / "", link) for name in ("straight", "cut")]
@@ -276,7 +276,7 @@ def test_evaluation_prevented_by_a_signal_runs_after_resume(tmp_path: Path, at: 
     # The evaluation is then in the checkpoint, and a third start has nothing to do.
     events.clear()
     make_trainer(
-        tmp_path / "cut", CountingEngine(losses, events=events), EventCallback(events), every=every, total=7
+        tmp_path / "cut", CountingEngine(losses, events=events), EventCallback(events), cadences=cadences, total=7
     ).run()
     assert events == ["start", "finish well"]
 
@@ -284,28 +284,28 @@ def test_evaluation_prevented_by_a_signal_runs_after_resume(tmp_path: Path, at: 
 @pytest.mark.parametrize("resumed", [False, True], ids=["in training", "after resume"])
 def test_signal_interrupts_a_long_evaluation(tmp_path: Path, resumed: bool) -> None:
     class Slow(CountingEngine):
-        evaluated = 0
+        num_batches = 0
 
         def eval_step(self, batch: Batch, **options: Any) -> EvaluationOutput:
-            self.evaluated += 1
-            if self.evaluated == 3:
+            self.num_batches += 1
+            if self.num_batches == 3:
                 os.kill(os.getpid(), signal.SIGTERM)
             return super().eval_step(batch)
 
     def long_validation() -> Iterator[Batch]:
         return ({"x": np.zeros(1)} for _ in range(1000))
 
-    every = Cadences(log=1, evaluate=4)
+    cadences = Cadences(log=1, evaluate=4)
     if resumed:
-        run_until_signal(tmp_path, CountingEngine(), 4, every=every, validation=long_validation)
+        run_until_signal(tmp_path, CountingEngine(), 4, cadences=cadences, validation=long_validation)
     engine = Slow()
     with pytest.raises(Interrupted, match="at step 4; the state is saved"):
-        make_trainer(tmp_path, engine, every=every, validation=long_validation).run()
-    assert engine.evaluated == 3
+        make_trainer(tmp_path, engine, cadences=cadences, validation=long_validation).run()
+    assert engine.num_batches == 3
     assert list_saved_steps(tmp_path) == [4]
     events: list[str] = []
     progress = make_trainer(
-        tmp_path, CountingEngine(events=events), EventCallback(events), every=every, validation=long_validation
+        tmp_path, CountingEngine(events=events), EventCallback(events), cadences=cadences, validation=long_validation
     ).run()
     assert events[:3] == ["start", "fetch", "evaluated 4"]
     assert progress.best_step == 4
@@ -320,7 +320,7 @@ def test_save_seconds_saves_by_the_clock(tmp_path: Path, monkeypatch: pytest.Mon
         return now[0]
 
     monkeypatch.setattr(time, "perf_counter", tick)
-    make_trainer(tmp_path, CountingEngine(), every=Cadences(log=100, save_seconds=20.0), total=30).run()
+    make_trainer(tmp_path, CountingEngine(), cadences=Cadences(log=100, save_seconds=20.0), total=30).run()
     steps = list_saved_steps(tmp_path)
     assert 3 <= len(steps) < 15
     assert steps[-1] == 30
@@ -328,40 +328,40 @@ def test_save_seconds_saves_by_the_clock(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_early_stopping_survives_a_resume(tmp_path: Path) -> None:
     losses = {1: 0.5, 2: 0.6, 3: 0.7, 4: 0.8}
-    every = Cadences(log=1, evaluate=1)
+    cadences = Cadences(log=1, evaluate=1)
 
     def early_stopping() -> EarlyStopping:
         return EarlyStopping(metric="loss", maximise=False, patience=3, threshold=0.0)
 
-    straight = make_trainer(tmp_path / "straight", CountingEngine(losses), early_stopping(), every=every).run()
+    straight = make_trainer(tmp_path / "straight", CountingEngine(losses), early_stopping(), cadences=cadences).run()
     assert straight.step == 4
     assert straight.stop is not None
     assert "has not improved on 0.5000 for 3 evaluations" in straight.stop
-    run_until_signal(tmp_path / "cut", CountingEngine(losses), 3, early_stopping(), every=every)
-    assert make_trainer(tmp_path / "cut", CountingEngine(losses), early_stopping(), every=every).run().step == 4
+    run_until_signal(tmp_path / "cut", CountingEngine(losses), 3, early_stopping(), cadences=cadences)
+    assert make_trainer(tmp_path / "cut", CountingEngine(losses), early_stopping(), cadences=cadences).run().step == 4
     assert list_saved_steps(tmp_path / "cut")[-1] == 4
-    rerun = make_trainer(tmp_path / "cut", CountingEngine(losses), early_stopping(), every=every).run()
+    rerun = make_trainer(tmp_path / "cut", CountingEngine(losses), early_stopping(), cadences=cadences).run()
     assert rerun.step == 4, "the same command trained further"
     assert rerun.stop == straight.stop
 
 
 def test_plateau_lowers_the_rate_and_survives_a_resume(tmp_path: Path) -> None:
     losses = {2: 0.5, 4: 0.6, 6: 0.7, 8: 0.8, 10: 0.9}
-    every = Cadences(log=1, evaluate=2)
+    cadences = Cadences(log=1, evaluate=2)
 
     def reduce_on_plateau() -> ReduceOnPlateau:
         return ReduceOnPlateau(metric="loss", maximise=False, patience=2, threshold=0.0, factor=0.1, floor=0.05)
 
     straight = CountingEngine(losses)
     assert make_trainer(
-        tmp_path / "straight", straight, reduce_on_plateau(), every=every, total=12
-    ).run().rate_scale == pytest.approx(0.05)
+        tmp_path / "straight", straight, reduce_on_plateau(), cadences=cadences, total=12
+    ).run().learning_rate_scale == pytest.approx(0.05)
     assert straight.weight == pytest.approx(sum(range(1, 7)) + 0.1 * sum(range(7, 11)) + 0.05 * sum(range(11, 13)))
     for at in (5, 6, 7, 9):
         folder = tmp_path / f"cut at {at}"
-        run_until_signal(folder, CountingEngine(losses), at, reduce_on_plateau(), every=every, total=12)
+        run_until_signal(folder, CountingEngine(losses), at, reduce_on_plateau(), cadences=cadences, total=12)
         resumed = CountingEngine(losses)
-        make_trainer(folder, resumed, reduce_on_plateau(), every=every, total=12).run()
+        make_trainer(folder, resumed, reduce_on_plateau(), cadences=cadences, total=12).run()
         assert resumed.weight == pytest.approx(straight.weight), f"cut at step {at}"
 
 
@@ -369,16 +369,17 @@ def test_nonfinite_step_without_recovery_is_a_divergence(tmp_path: Path) -> None
     engine = CountingEngine()
     engine.bad = {3}
     with pytest.raises(Diverged, match="not finite at step 4"):
-        make_trainer(tmp_path, engine, every=Cadences(log=1, save=1)).run()
+        make_trainer(tmp_path, engine, cadences=Cadences(log=1, save=1)).run()
     assert list_saved_steps(tmp_path) == [1, 2, 3], "a state that is not finite was saved, or a pending save was lost"
 
 
 def test_progress_json_round_trip_and_validation() -> None:
     from bottega.core.errors import CheckpointError
 
-    progress = Progress(step=3, samples=12, best=0.5, skip_steps=[1], notes={"a": {"b": None}}, stop="enough")
+    progress = Progress(step=3, samples=12, best=0.5, skip_steps=[1], callback_states={"a": {"b": None}}, stop="enough")
+    assert {"evaluated", "rate_scale", "notes"} < set(progress.to_json()), "keys that all versions write"
     loaded = Progress.from_json(progress.to_json())
-    assert loaded == Progress(step=3, samples=12, best=0.5, skip_steps=[1], notes={"a": {"b": None}})
+    assert loaded == Progress(step=3, samples=12, best=0.5, skip_steps=[1], callback_states={"a": {"b": None}})
     loaded.skip_steps.append(2)
     assert progress.skip_steps == [1], "the copy shares a list"
     for wrong in ({"step": "x"}, {"notes": 3}, {"best": [1]}, {"skip_steps": {"a": 1}}):
@@ -400,7 +401,7 @@ def test_sample_missed_by_a_killed_process_is_drawn_on_resume(tmp_path: Path) ->
 
     def run() -> None:
         options = {"sample": sample, "has_sample": lambda progress: progress.step in drawn}
-        make_trainer(tmp_path, CountingEngine(), every=Cadences(save=2, sample=2), **options).run()
+        make_trainer(tmp_path, CountingEngine(), cadences=Cadences(save=2, sample=2), **options).run()
 
     with pytest.raises(DataError, match="killed"):
         run()
@@ -418,7 +419,7 @@ def test_stop_while_waiting_for_a_batch_saves_no_nonfinite_state(tmp_path: Path)
 
     engine = CountingEngine()
     engine.bad = {1}
-    stalled = make_trainer(tmp_path, engine, every=Cadences(log=100, save=100))
+    stalled = make_trainer(tmp_path, engine, cadences=Cadences(log=100, save=100))
     stalled.batches = Stalled()
     with pytest.raises(Diverged, match="not finite at step 2"):
         stalled.run()

@@ -25,27 +25,27 @@ def combine_gradients(
     for _ in range(micro):
         weights = [torch.tensor(row, dtype=torch.float64) / micro for row in rows]
         surgery.backward({str(i): torch.cat((first, second.flatten())) @ w for i, w in enumerate(weights)})
-    worst = surgery.combine(seed=seed, step=step)
+    lowest_cosine = surgery.combine(seed=seed, step=step)
     assert first.grad is not None
     assert second.grad is not None
-    return np.concatenate([first.grad.numpy(), second.grad.flatten().numpy()]), float(worst)
+    return np.concatenate([first.grad.numpy(), second.grad.flatten().numpy()]), float(lowest_cosine)
 
 
 def reference_pcgrad(rows: list[list[float]], order: list[list[int]]) -> np.ndarray:
     """Yu et al. (2020), algorithm 1: g_i -= (g_i . g_j) / |g_j|^2 g_j for each other j in turn where the product is negative."""
     gradients = [np.array(row) for row in rows]
     total = np.zeros(len(rows[0]))
-    for i, own in enumerate(gradients):
-        changed = own.copy()
+    for i, gradient in enumerate(gradients):
+        projected = gradient.copy()
         for j in order[i]:
-            product = changed @ gradients[j]
+            product = projected @ gradients[j]
             if product < 0:
-                changed = changed - product / (gradients[j] @ gradients[j]) * gradients[j]
-        total += changed
+                projected = projected - product / (gradients[j] @ gradients[j]) * gradients[j]
+        total += projected
     return total
 
 
-def drawn_orders(count: int, *, seed: int, step: int) -> list[list[int]]:
+def draw_orders(count: int, *, seed: int, step: int) -> list[list[int]]:
     rng = numpy_generator(seed, "gradient order", step)
     return [list(rng.permutation([j for j in range(count) if j != i])) for i in range(count)]
 
@@ -87,7 +87,7 @@ def test_zero_gradient_changes_nothing() -> None:
 @pytest.mark.parametrize("step", range(4))
 def test_three_gradients_are_projected_in_the_order_of_the_step(step: int) -> None:
     gradient, _ = combine_gradients(THREE, seed=3, step=step)
-    np.testing.assert_allclose(gradient, reference_pcgrad(THREE, drawn_orders(3, seed=3, step=step)), atol=1e-12)
+    np.testing.assert_allclose(gradient, reference_pcgrad(THREE, draw_orders(3, seed=3, step=step)), atol=1e-12)
 
 
 def test_projection_order_depends_on_seed_and_step() -> None:
@@ -103,7 +103,7 @@ def test_gradients_are_accumulated_over_micro_batches_before_projection() -> Non
     np.testing.assert_allclose(combine_gradients(THREE, micro=4)[0], combine_gradients(THREE)[0], atol=1e-12)
 
 
-def test_parameter_unused_by_a_term_has_zero_gradient_there() -> None:
+def test_parameter_unused_by_one_task_has_the_gradient_of_the_other() -> None:
     used, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     surgery = PCGrad([used, other])
     surgery.backward({"a": (used * torch.tensor([1.0, 2.0])).sum(), "b": (other * 3).sum()})
@@ -133,20 +133,20 @@ class TwoTerms(Toy):
     """Two terms with conflicting gradients; terms of the same task are summed before surgery."""
 
     gradient_surgery: ClassVar[bool] = True
-    named: tuple[str, str] = ("a/error", "a/mean")
+    term_names: tuple[str, str] = ("a/error", "a/mean")
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
-        return dict(zip(self.named, super().counts(batch).values(), strict=True))
+        return dict(zip(self.term_names, super().counts(batch).values(), strict=True))
 
     def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
         error, mean = super().loss(models, batch, rng).terms.values()
-        return Loss(dict(zip(self.named, (error, (-3 * mean[0], mean[1])), strict=True)))
+        return Loss(dict(zip(self.term_names, (error, (-3 * mean[0], mean[1])), strict=True)))
 
 
 def test_surgery_is_between_tasks_and_not_between_terms_of_one_task() -> None:
     plain = engine(task=TwoTermsWithoutSurgery())
     batch = loader(of=plain).batch(0)
-    one_task, two_tasks = engine(task=TwoTerms()), engine(task=TwoTerms(named=("a/error", "b/error")))
+    one_task, two_tasks = engine(task=TwoTerms()), engine(task=TwoTerms(term_names=("a/error", "b/error")))
     norms = [
         torch_engine.fetch(torch_engine.train_step(0, batch))["grad_norm"]
         for torch_engine in (plain, one_task, two_tasks)

@@ -21,27 +21,28 @@ from bottega.engines.torch import heartbeat
 from bottega.engines.torch.heartbeat import FAILED, FINISHED, Heartbeat, Peer
 from small_run import environment
 
-# Two processes that believe they are on different machines. Each is busy for a while, prints a line and waits.
+# Two processes that believe they are on different machines. Each is busy for a while and prints a line. Rank 0 then waits,
+# and rank 1 keeps running, finishes or fails, as OUTCOME says.
 NODE = """
 import os, sys, time
 from bottega.engines.torch import heartbeat
 
 heartbeat.BEAT_SECONDS, heartbeat.SILENCE_TIMEOUT, heartbeat.TICK_SECONDS, heartbeat.FAILURE_GRACE_SECONDS = 0.1, 3.0, 0.05, 0.5
-own = heartbeat._get_process_identity()
-heartbeat._get_process_identity = lambda: {**own, "namespace": os.environ["RANK"], "host": "node" + os.environ["RANK"]}
+identity = heartbeat._get_process_identity()
+heartbeat._get_process_identity = lambda: {**identity, "namespace": os.environ["RANK"], "host": "node" + os.environ["RANK"]}
 with heartbeat.Heartbeat(int(os.environ["RANK"]), 2):
-    until = time.monotonic() + (0 if os.environ["ENDS"] == "badly" else 4)
+    until = time.monotonic() + (0 if os.environ["OUTCOME"] == "fails" else 4)
     while time.monotonic() < until:
         sum(range(1000))
     print("done computing", flush=True)
-    if os.environ["RANK"] == "0" or os.environ["ENDS"] == "no":
+    if os.environ["RANK"] == "0" or os.environ["OUTCOME"] == "keeps running":
         time.sleep(100)
-    if os.environ["ENDS"] == "badly":
+    if os.environ["OUTCOME"] == "fails":
         raise ValueError("an error of this rank alone")
 """
 
 
-def start_nodes(*, ends: str) -> list[subprocess.Popen[str]]:
+def start_nodes(*, outcome: str) -> list[subprocess.Popen[str]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -49,7 +50,7 @@ def start_nodes(*, ends: str) -> list[subprocess.Popen[str]]:
     return [
         subprocess.Popen(
             [sys.executable, "-c", NODE],
-            env=environment(**common, RANK=rank, ENDS=ends),
+            env=environment(**common, RANK=rank, OUTCOME=outcome),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -60,7 +61,7 @@ def start_nodes(*, ends: str) -> list[subprocess.Popen[str]]:
 
 @pytest.mark.slow
 def test_stopped_rank_on_a_different_node_ends_the_training() -> None:
-    first, second = start_nodes(ends="no")
+    first, second = start_nodes(outcome="keeps running")
     try:
         for process in (first, second):
             assert process.stdout is not None
@@ -77,7 +78,7 @@ def test_stopped_rank_on_a_different_node_ends_the_training() -> None:
 
 @pytest.mark.slow
 def test_finished_rank_is_not_reported_as_lost() -> None:
-    first, second = start_nodes(ends="well")
+    first, second = start_nodes(outcome="finishes")
     try:
         assert second.communicate(timeout=60)[0] == "done computing\n"
         assert second.returncode == 0
@@ -89,7 +90,7 @@ def test_finished_rank_is_not_reported_as_lost() -> None:
 
 
 def test_failed_rank_on_a_different_node_ends_the_training() -> None:
-    first, second = start_nodes(ends="badly")
+    first, second = start_nodes(outcome="fails")
     try:
         assert "an error of this rank alone" in second.communicate(timeout=60)[1]
         _, err = first.communicate(timeout=60)
@@ -133,7 +134,7 @@ def test_only_a_successful_training_is_reported_as_finished(error: BaseException
     with suppress(Interrupted, KeyboardInterrupt, Diverged, ValueError), watch:
         if error is not None:
             raise error
-    beats = heartbeat._connect(1, watch.number).add("1/beats", 0)
+    beats = heartbeat._connect(1, watch.training_number).add("1/beats", 0)
     assert beats >= FINISHED if is_success else FAILED <= beats < FINISHED
 
 
@@ -159,9 +160,9 @@ def test_finished_process_is_not_polled(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(heartbeat, "_wait_for_ends", record)
     with Heartbeat(0, 2) as watch:
-        own = heartbeat._connect(0, watch.number)
-        own.add("1/beats", FINISHED)
-        own.set("1/who", json.dumps({**heartbeat._get_process_identity(), "pid": child.pid}))
+        store = heartbeat._connect(0, watch.training_number)
+        store.add("1/beats", FINISHED)
+        store.set("1/who", json.dumps({**heartbeat._get_process_identity(), "pid": child.pid}))
         (peer,) = watch.peers
         wait_until(lambda: peer.beats >= FINISHED and peer.pidfd is not None)
         count = len(polled)
@@ -175,10 +176,10 @@ def test_finished_process_is_not_polled(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.usefixtures("store")
 def test_second_training_in_a_process_starts_with_an_empty_store() -> None:
     with Heartbeat(0, 2) as first:
-        heartbeat._connect(1, first.number).add("1/beats", FINISHED)
+        heartbeat._connect(1, first.training_number).add("1/beats", FINISHED)
     with Heartbeat(0, 2) as second:
-        own = heartbeat._connect(0, second.number)
-        wait_until(lambda: own.add("0/beats", 0) > 1)  # the first poll of the peers is over
+        store = heartbeat._connect(0, second.training_number)
+        wait_until(lambda: store.add("0/beats", 0) > 1)  # the first poll of the peers is over
         assert second.peers[0].beats == 0, "beats of the first training remain"
 
 
@@ -203,7 +204,7 @@ def test_a_store_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    ("is_here", "beats", "silent", "expected"),
+    ("is_local", "beats", "silence_seconds", "expected"),
     [
         (True, 0, 21, "did not join within 20 s"),
         (False, 0, 21, None),
@@ -214,10 +215,10 @@ def test_a_store_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) 
     ],
 )
 def test_lost_rank_is_reported_after_its_timeout(
-    is_here: bool, beats: int, silent: float, expected: str | None
+    is_local: bool, beats: int, silence_seconds: float, expected: str | None
 ) -> None:
     now = time.monotonic()
-    peer = Peer(1, is_here, last_seen=now - silent, beats=beats, host="" if not beats else "node1")
+    peer = Peer(1, is_local, last_seen=now - silence_seconds, beats=beats, host="" if not beats else "node1")
     reason = Heartbeat(0, 2)._explain_loss(peer, now)
     assert reason == expected if expected is None else reason is not None and expected in reason
 
@@ -225,7 +226,7 @@ def test_lost_rank_is_reported_after_its_timeout(
 def test_process_state_is_read_from_the_system() -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
     peer = Peer(1, True)
-    heartbeat._attach(peer, child.pid)
+    heartbeat._monitor_process(peer, child.pid)
     assert peer.process is not None
     try:
         assert heartbeat._describe_end(peer.process) is None

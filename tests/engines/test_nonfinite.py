@@ -30,14 +30,14 @@ OPTIMIZERS = ["adamw", "adam", "sgd", "muon", "lion", "adafactor"]
 BAD = 11
 
 
-def bad_step(data: Any = None) -> int:
+def bad_step() -> int:
     """Return the step, counted from 0, whose batch contains the bad sample."""
     batches = loader(source(bad=BAD), of=engine())
     return next(step for step in range(5) if BAD in batches.indices(step)[0])
 
 
 class Trial:
-    """A run of ten steps over data with one bad sample."""
+    """A run over data with one bad sample."""
 
     def __init__(
         self, folder: Path, policy: str, *, log: int = 1, save: int = 2, total: int = 10, **changes: Any
@@ -58,18 +58,18 @@ class Trial:
             warn=self.warned.append,
         )
         self.progress = Progress(total=total)
-        self.every = Cadences(log=log, save=save)
+        self.cadences = Cadences(log=log, save=save)
 
-    def run(self, *callbacks: Callback, **more: Any) -> Progress:
+    def run(self, *callbacks: Callback, **options: Any) -> Progress:
         return Trainer(
             engine=self.engine,
             batches=self.loader,
             progress=self.progress,
-            cadences=self.every,
+            cadences=self.cadences,
             saver=self.saver,
             callbacks=callbacks,
             recover=self.recovery,
-            **more,
+            **options,
         ).run()
 
 
@@ -155,10 +155,10 @@ def test_nonfinite_first_step_leaves_no_trace(tmp_path: Path, name: str) -> None
 def test_divergence_message_names_technique_strengths(tmp_path: Path) -> None:
     trial = Trial(tmp_path, "halt")
     trial.engine.task = Ewc(inner=Ewc(inner=trial.engine.task, strength=1.0), strength=1.0)
-    twice = (
+    message = (
         r"lower training\.learning_rate or techniques\.ewc\.strength or techniques\.ewc\.strength, or inspect the batch"
     )
-    with pytest.raises(Diverged, match=twice):
+    with pytest.raises(Diverged, match=message):
         trial.recovery(trial.progress, 0)
 
 
@@ -209,17 +209,17 @@ def test_rollback_restores_callback_state(tmp_path: Path) -> None:
         def rewind(self, progress: Progress) -> None:
             rewinds.append((progress.step, stop.counter.num_waited))
 
-    trial.every = Cadences(log=1, save=2, evaluate=1)
+    trial.cadences = Cadences(log=1, save=2, evaluate=1)
     step = bad_step()
     # Evaluations that never improve: the patience counts them, one for each step.
     stop.counter.best = -1.0
-    trial.progress.notes = {"early_stop": {"best": -1.0, "waited": 0}}
+    trial.progress.callback_states = {"early_stop": {"best": -1.0, "waited": 0}}
     trial.progress.best = 1e9  # so that none is saved as the best
     trial.run(
         stop, Watch(), validation=lambda: iter_eval_batches(source(), 8), best_metric=BestMetric("error", maximise=True)
     )
-    back = step // 2 * 2
-    assert rewinds == [(back, back)]
+    last_saved_step = step // 2 * 2
+    assert rewinds == [(last_saved_step, last_saved_step)]
     assert stop.counter.num_waited == 6
 
 

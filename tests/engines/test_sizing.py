@@ -84,19 +84,19 @@ def test_processes_of_one_host_share_its_memory(monkeypatch: pytest.MonkeyPatch)
 def test_cgroup_limit_bounds_available_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two nested groups: the outer has the lower limit, and the page cache does not count as used."""
     free = host_memory.get_available_memory()
-    groups, own = tmp_path / "cgroup", tmp_path / "own"
+    groups, process_cgroups = tmp_path / "cgroup", tmp_path / "self"
     inner = groups / "job" / "step"
     inner.mkdir(parents=True)
-    own.write_text("0::/job/step\n")
+    process_cgroups.write_text("0::/job/step\n")
     (inner / "memory.max").write_text("max\n")
     (inner / "memory.current").write_text("5\n")
     (groups / "job" / "memory.max").write_text("1000000\n")
     (groups / "job" / "memory.current").write_text("700000\n")
     (groups / "job" / "memory.stat").write_text("anon 500000\ninactive_file 150000\nactive_file 50000\n")
     monkeypatch.setattr(host_memory, "CGROUP_ROOT", groups)
-    monkeypatch.setattr(host_memory, "PROCESS_CGROUPS", own)
+    monkeypatch.setattr(host_memory, "PROCESS_CGROUPS", process_cgroups)
     assert host_memory.get_available_memory() == 500_000
-    own.write_text("3:cpu,memory:/job\n1:name=systemd:/\n")
+    process_cgroups.write_text("3:cpu,memory:/job\n1:name=systemd:/\n")
     group = groups / "memory" / "job"
     group.mkdir(parents=True)
     (group / "memory.limit_in_bytes").write_text(f"{1 << 62}\n")

@@ -1,4 +1,4 @@
-"""One step of the torch engine: the exact mean under any split, clipping, averages, frozen rows, precision."""
+"""One step of the torch engine: the exact mean under any split, clipping, weight averages, frozen groups, precision."""
 
 from __future__ import annotations
 
@@ -245,9 +245,9 @@ def test_every_optimizer_reduces_the_loss(name: str) -> None:
 
 
 def test_bfloat16_trains_on_a_cpu_and_keeps_float32_weights() -> None:
-    exact, low = (engine(training(mixed_precision=kind)) for kind in ("fp32", "bf16"))
-    a, b = (train_steps(torch_engine, loader(of=torch_engine), 0, 30) for torch_engine in (exact, low))
-    assert all(p.dtype is torch.float32 for p in low.model.parameters())
+    exact, rounded = (engine(training(mixed_precision=kind)) for kind in ("fp32", "bf16"))
+    a, b = (train_steps(torch_engine, loader(of=torch_engine), 0, 30) for torch_engine in (exact, rounded))
+    assert all(p.dtype is torch.float32 for p in rounded.model.parameters())
     assert b[-1]["loss"] != a[-1]["loss"], "computed in the same precision"
     assert b[-1]["loss"] == pytest.approx(a[-1]["loss"], rel=0.1)
     with pytest.raises(UsageError, match="fp16 needs a GPU"):
@@ -349,12 +349,12 @@ def test_rows_are_gathered_only_on_request(monkeypatch: pytest.MonkeyPatch) -> N
 
     torch_engine = engine(task=WithRows())
     batch = loader(of=torch_engine).batch(0)
-    full, bare = torch_engine.eval_step(batch), torch_engine.eval_step(batch, with_rows=False)
-    assert set(full.rows) == {"x"}
-    assert bare.rows == {}
+    with_rows, without_rows = torch_engine.eval_step(batch), torch_engine.eval_step(batch, with_rows=False)
+    assert set(with_rows.rows) == {"x"}
+    assert without_rows.rows == {}
     assert gathered == [1, 0]
-    assert bare.sums.keys() == full.sums.keys()
-    assert all(torch.equal(bare.sums[name][0], full.sums[name][0]) for name in full.sums)
+    assert without_rows.sums.keys() == with_rows.sums.keys()
+    assert all(torch.equal(without_rows.sums[name][0], with_rows.sums[name][0]) for name in with_rows.sums)
 
 
 def test_several_ranks_size_the_micro_batch_before_hooks_run() -> None:

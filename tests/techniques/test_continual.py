@@ -18,7 +18,7 @@ import small_media
 import small_run
 import small_texts
 from bottega.analysis.compare import compare
-from bottega.analysis.verify_resume import find_difference as first_difference
+from bottega.analysis.verify_resume import find_difference
 from bottega.core.callback import Progress
 from bottega.core.errors import DataError, UsageError
 from bottega.core.noise import Noise
@@ -35,7 +35,10 @@ from bottega.techniques.continual.per_source_metrics import PerSourceMetrics
 from bottega.techniques.ewc.torch import Ewc, consolidate
 from toy_task import Toy, engine, source
 
-BOTH = [{"name": "ewc", "options": {"samples": 6}}, {"name": "replay", "options": {"share": 0.25, "memory": 5}}]
+EWC_AND_REPLAY = [
+    {"name": "ewc", "options": {"samples": 6}},
+    {"name": "replay", "options": {"share": 0.25, "memory": 5}},
+]
 
 
 # Metrics per source
@@ -78,8 +81,8 @@ def test_metrics_of_each_source_equal_evaluating_it_alone() -> None:
     for name, value in evaluate(plain, iter_eval_batches(everything, 8)).items():
         assert metrics[name] == pytest.approx(value, rel=1e-6)
     for number, name in enumerate("abc"):
-        is_own = samples.arrays["source"] == number
-        alone = ArraySource({k: v[is_own] for k, v in everything.arrays.items()})
+        is_from_source = samples.arrays["source"] == number
+        alone = ArraySource({k: v[is_from_source] for k, v in everything.arrays.items()})
         for metric, value in evaluate(plain, iter_eval_batches(alone, 5)).items():
             assert metrics[f"{name}/{metric}"] == pytest.approx(value, rel=1e-6)
 
@@ -268,7 +271,7 @@ def train(case: str, folder: Path, **changes: Any) -> Any:
 
 @pytest.mark.parametrize("case", CASES)
 def test_resume_around_source_boundaries_is_bitwise_equal(case: str, tmp_path: Path) -> None:
-    changes = {"techniques": BOTH, "checkpoint.every": 1, "checkpoint.keep": 20, "evaluation.every": 7}
+    changes = {"techniques": EWC_AND_REPLAY, "checkpoint.every": 1, "checkpoint.keep": 20, "evaluation.every": 7}
     run = train(case, tmp_path, **changes)
     matrix = json.loads((run.path / "forgetting.json").read_text())
     assert (run.path / "forgetting.png").stat().st_size > 1000
@@ -289,14 +292,14 @@ def test_resume_around_source_boundaries_is_bitwise_equal(case: str, tmp_path: P
             if int(folder.name.removeprefix("step-")) > last:
                 shutil.rmtree(folder)
         train(case, tmp_path, **changes)
-        assert first_difference(uninterrupted, run.path) is None, last
+        assert find_difference(uninterrupted, run.path) is None, last
         assert json.loads((run.path / "forgetting.json").read_text()) == matrix
 
 
 def test_ewc_has_no_effect_before_the_first_source_boundary(tmp_path: Path) -> None:
     """Bitwise equal to the plain run up to the second source, and different after it."""
     states = {}
-    for name, techniques in (("plain", []), ("held", BOTH[:1])):
+    for name, techniques in (("plain", []), ("ewc", EWC_AND_REPLAY[:1])):
         changes = {"checkpoint.every": 1, "checkpoint.keep": 20, "techniques": techniques}
         run = train("classify", tmp_path, **changes, name=name)
         boundary = (set(small_run.read_logged_steps(run.path, "eval")) - {4, 8}).pop()
@@ -304,9 +307,9 @@ def test_ewc_has_no_effect_before_the_first_source_boundary(tmp_path: Path) -> N
             folder = run.path / "checkpoints" / f"step-{step:08d}"
             tensors = {f: load_file(folder / f"{f}.safetensors") for f in ("model", "optimizer")}
             states[name, step] = {f"{f}/{n}": a for f in tensors for n, a in tensors[f].items()}
-    assert small_run.differing_tensors(states["plain", boundary], states["held", boundary]) == []
-    assert small_run.differing_tensors(states["plain", boundary + 2], states["held", boundary + 2])
-    rows = [json.loads(line) for line in (tmp_path / "held" / "metrics.jsonl").read_text().splitlines()]
+    assert small_run.differing_tensors(states["plain", boundary], states["ewc", boundary]) == []
+    assert small_run.differing_tensors(states["plain", boundary + 2], states["ewc", boundary + 2])
+    rows = [json.loads(line) for line in (tmp_path / "ewc" / "metrics.jsonl").read_text().splitlines()]
     penalties = {row["step"]: row["penalty"] for row in rows if row["kind"] == "train"}
     assert {penalties[step] for step in range(1, boundary + 2)} == {0.0}
     assert min(penalties[step] for step in range(boundary + 2, 9)) > 0

@@ -55,7 +55,7 @@ def image_classification(folder: Path) -> dict[str, Any]:
     return {**shared, "model.hidden_size": 8}
 
 
-SMALLER: dict[str, tuple[Settings, dict[str, Any]]] = {
+RECIPES: dict[str, tuple[Settings, dict[str, Any]]] = {
     "language/shakespeare": (language, {"model.num_layers": 2}),
     "classify": (small_texts.settings, {"model.num_layers": 1}),
     "classify/image": (image_classification, {"model.hidden_size": 4}),
@@ -71,12 +71,12 @@ def distill_from(teacher: Path | str, **options: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def teachers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("teachers")
-    return {name: train(name, folder / name.replace("/", "-"), name="teacher") for name in SMALLER}
+    return {name: train(name, folder / name.replace("/", "-"), name="teacher") for name in RECIPES}
 
 
 def values(recipe: str, folder: Path, /, **changes: Any) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
-    return {**SMALLER[recipe][0](folder), **changes}
+    return {**RECIPES[recipe][0](folder), **changes}
 
 
 def train(recipe: str, folder: Path, /, **changes: Any) -> Path:
@@ -84,7 +84,7 @@ def train(recipe: str, folder: Path, /, **changes: Any) -> Path:
     return path
 
 
-@pytest.fixture(params=SMALLER)
+@pytest.fixture(params=RECIPES)
 def recipe(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -114,9 +114,9 @@ class Subject:
 def test_alpha_of_zero_is_bitwise_equal_to_plain_training(
     recipe: str, teachers: dict[str, Path], tmp_path: Path
 ) -> None:
-    more = {"training.micro_batch_size": 3, "model.dropout": 0.1}
-    plain = Subject(recipe, tmp_path, **more)
-    distilled = Subject(recipe, tmp_path, **more, **distill_from(teachers[recipe], alpha=0.0))
+    options = {"training.micro_batch_size": 3, "model.dropout": 0.1}
+    plain = Subject(recipe, tmp_path, **options)
+    distilled = Subject(recipe, tmp_path, **options, **distill_from(teachers[recipe], alpha=0.0))
     assert [r["loss"] for r in plain.advance(3)] == [r["loss"] for r in distilled.advance(3)]
     assert differing_tensors(plain.weights(), distilled.weights()) == []
 
@@ -163,18 +163,18 @@ def test_the_mean_is_exact_under_any_micro_batch_split(
     recipe: str, hidden: float, teachers: dict[str, Path], tmp_path: Path
 ) -> None:
     plain = {"training.optimizer.name": "sgd", "training.learning_rate": 0.1, "model.dropout": 0.0}
-    plain |= {**SMALLER[recipe][1], **distill_from(teachers[recipe], hidden=hidden)}
+    plain |= {**RECIPES[recipe][1], **distill_from(teachers[recipe], hidden=hidden)}
 
-    def without_last(batch: dict[str, Any], *, other: bool = False) -> dict[str, Any]:
-        """Mark the last two rows as padding; with `other`, fill them with other samples."""
+    def pad_last_two(batch: dict[str, Any], *, other_samples: bool = False) -> dict[str, Any]:
+        """Mark the last two examples as padding; with `other_samples`, replace them by others."""
         size = len(next(value for value in batch.values() if np.ndim(value)))
-        rows = np.r_[: size - 2, 0, 1] if other else np.arange(size)
+        rows = np.r_[: size - 2, 0, 1] if other_samples else np.arange(size)
         batch = {name: value[rows] if np.ndim(value) else value for name, value in batch.items()}
         return {**batch, "weight": (np.arange(size) < size - 2).astype(np.float32)}
 
     full = Subject(recipe, tmp_path, **plain)
     split = Subject(recipe, tmp_path, **plain, **{"training.micro_batch_size": 3})
-    a, b = full.advance(3, without_last), split.advance(3, lambda batch: without_last(batch, other=True))
+    a, b = full.advance(3, pad_last_two), split.advance(3, lambda batch: pad_last_two(batch, other_samples=True))
     for name in ("loss", "distill", *(["hidden"] if hidden else [])):
         # A divergence is a difference of rounded logarithms near 1.
         assert [r[name] for r in b] == pytest.approx([r[name] for r in a], rel=1e-5, abs=1e-7), name
@@ -184,7 +184,7 @@ def test_the_mean_is_exact_under_any_micro_batch_split(
 
 def test_resume_is_bitwise_equal(recipe: str, teachers: dict[str, Path], tmp_path: Path) -> None:
     options = {
-        **SMALLER[recipe][1],
+        **RECIPES[recipe][1],
         **distill_from(teachers[recipe], hidden=0.3),
         "training.scheduler.name": "constant",
     }
@@ -288,34 +288,34 @@ def test_recorded_language_model_computes_the_same_loss() -> None:
 
 def test_hidden_states_are_compared_by_direction() -> None:
     rng = torch.Generator().manual_seed(0)
-    own, theirs = torch.randn(2, 6, 5, generator=rng), torch.randn(2, 6, 5, generator=rng)
+    student, teacher = torch.randn(2, 6, 5, generator=rng), torch.randn(2, 6, 5, generator=rng)
     mask = torch.arange(6)[None] < torch.tensor([[6], [4]])
-    distance = hidden_state_distance(own, theirs, mask)
-    cosine = nn.functional.cosine_similarity(own, theirs, dim=-1)
+    distance = hidden_state_distance(student, teacher, mask)
+    cosine = nn.functional.cosine_similarity(student, teacher, dim=-1)
     torch.testing.assert_close(distance, torch.stack([(2 - 2 * cosine[0]).mean(), (2 - 2 * cosine[1, :4]).mean()]))
-    torch.testing.assert_close(hidden_state_distance(3 * own, theirs, mask), distance)
-    padded = own.clone()
+    torch.testing.assert_close(hidden_state_distance(3 * student, teacher, mask), distance)
+    padded = student.clone()
     padded[1, 4:] = float("nan")
-    torch.testing.assert_close(hidden_state_distance(padded, theirs, mask), distance)  # padding has no effect
+    torch.testing.assert_close(hidden_state_distance(padded, teacher, mask), distance)  # padding has no effect
 
 
-def test_states_of_other_widths_are_compared_by_their_relations() -> None:
-    """A rotation of all states into another space changes no relation, so the distance is 0."""
+def test_states_of_different_widths_are_compared_by_similarity_matrices() -> None:
+    """A rotation of all states into another space changes no similarity, so the distance is 0."""
     rng = torch.Generator().manual_seed(0)
-    own = torch.randn(2, 6, 5, generator=rng)
+    student = torch.randn(2, 6, 5, generator=rng)
     rotation = torch.linalg.qr(torch.randn(8, 8, generator=rng))[0][:5]
     mask = torch.ones(2, 6, dtype=torch.bool)
-    assert (hidden_state_distance(own, own @ rotation, mask) < 1e-10).all()
-    assert (hidden_state_distance(own, torch.randn(2, 6, 8, generator=rng), mask) > 1e-2).all()
+    assert (hidden_state_distance(student, student @ rotation, mask) < 1e-10).all()
+    assert (hidden_state_distance(student, torch.randn(2, 6, 8, generator=rng), mask) > 1e-2).all()
     with pytest.raises(UsageError, match=r"hidden: a block of the teacher has 4 positions, but the student's has 6"):
-        hidden_state_distance(own, own[:, :4], mask)
+        hidden_state_distance(student, student[:, :4], mask)
     assert hidden_state_distance(torch.randn(1, 5000, 2), torch.randn(1, 5000, 3), None).isfinite().all()
 
 
 def test_blocks_are_matched_by_relative_depth() -> None:
-    own, theirs = [nn.Linear(1, 1) for _ in range(2)], [nn.Linear(1, 1) for _ in range(5)]
-    assert match_blocks(own, theirs) == [(own[0], theirs[1]), (own[1], theirs[4])]
-    assert match_blocks(theirs, own) == [(theirs[1], own[0]), (theirs[4], own[1])]
+    shallow, deep = [nn.Linear(1, 1) for _ in range(2)], [nn.Linear(1, 1) for _ in range(5)]
+    assert match_blocks(shallow, deep) == [(shallow[0], deep[1]), (shallow[1], deep[4])]
+    assert match_blocks(deep, shallow) == [(deep[1], shallow[0]), (deep[4], shallow[1])]
 
 
 def test_recomputed_activations_are_recorded_once(teachers: dict[str, Path], tmp_path: Path) -> None:
@@ -447,8 +447,10 @@ def test_different_classes_sizes_and_objectives_are_refused(teachers: dict[str, 
         assert_refused(
             r"must not be empty; give a run, needs\.NAME or the folder of a model", name, folder, **distill_from("")
         )
-        own = {"output_dir": str(tmp_path), "name": "x"}
-        assert_refused(r"x is this run itself; give another run", name, folder, **own, **distill_from(tmp_path / "x"))
+        this_run = {"output_dir": str(tmp_path), "name": "x"}
+        assert_refused(
+            r"x is this run itself; give another run", name, folder, **this_run, **distill_from(tmp_path / "x")
+        )
     assert_refused(
         r"is not a run; for images the teacher must be the directory of a run",
         "image",
@@ -519,8 +521,16 @@ def test_resume_with_a_different_teacher_is_refused(teachers: dict[str, Path], t
 
 
 def test_teacher_dependency_is_trained_first_and_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    part = {"training.max_steps": 4, "training.batch_size": 8, "model.hidden_size": 8, "logging.tensorboard": False}
-    options = {**distill_from("needs.teacher"), "needs.teacher": {"recipe": "classify/image", "settings": part}}
+    teacher_settings = {
+        "training.max_steps": 4,
+        "training.batch_size": 8,
+        "model.hidden_size": 8,
+        "logging.tensorboard": False,
+    }
+    options = {
+        **distill_from("needs.teacher"),
+        "needs.teacher": {"recipe": "classify/image", "settings": teacher_settings},
+    }
     resolved = load_recipe(["classify/image", {**values("classify/image", tmp_path), **options}]).recipe
     assert dependencies.find_referenced_dependencies(resolved) == ["teacher"]
     path = dependencies.find_dependency_run(resolved, "teacher")

@@ -130,7 +130,9 @@ def test_evaluation_reports_each_inner_step_and_keeps_the_weights() -> None:
 
 
 def test_only_trainable_weights_are_adapted_and_a_plain_batch_uses_the_inner_task() -> None:
-    task = Maml(inner=LeastSquares(), method="fomaml", inner_steps=1, inner_rate=0.1, adapts=lambda names: names[2:])
+    task = Maml(
+        inner=LeastSquares(), method="fomaml", inner_steps=1, inner_rate=0.1, select_adapted=lambda names: names[2:]
+    )
     model = nn.Sequential(nn.Linear(F, F), nn.Linear(F, 1)).double()
     adapted: list[set[str]] = []
 
@@ -184,8 +186,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def maml(name: str, method: str, **more: Any) -> list[dict[str, Any]]:
-    options = {"method": method, "inner_steps": 2, "inner_rate": 0.05, **OPTIONS[name], **more}
+def maml(name: str, method: str, **changes: Any) -> list[dict[str, Any]]:
+    options = {"method": method, "inner_steps": 2, "inner_rate": 0.05, **OPTIONS[name], **changes}
     return [{"name": "maml", "options": options}]
 
 
@@ -206,9 +208,11 @@ def settings(name: str, folder: Path) -> tuple[str, dict[str, Any]]:
 class Subject:
     """Workload, plan, engine and loader of a run, without the training loop."""
 
-    def __init__(self, name: str, folder: Path, method: str, *, options: Mapping[str, Any] = {}, **more: Any) -> None:
+    def __init__(
+        self, name: str, folder: Path, method: str, *, options: Mapping[str, Any] = {}, **changes: Any
+    ) -> None:
         recipe_name, values = settings(name, folder)
-        values = {**values, "techniques": maml(name, method, **options), "training.batch_size": 4, **more}
+        values = {**values, "techniques": maml(name, method, **options), "training.batch_size": 4, **changes}
         recipe = load_recipe([recipe_name, values]).recipe
         self.workload = registry.open_workload(recipe, progress=lambda stage, done, total: None)
         self.plan: TrainingPlan = build_training_plan(recipe, self.workload)
@@ -227,8 +231,8 @@ class Subject:
         }
 
 
-NAMES = tuple(OPTIONS)
-EACH = (
+TASKS = tuple(OPTIONS)
+TASKS_AND_METHODS = (
     ("language", "maml"),
     ("classify", "maml"),
     ("classify/image", "fomaml"),
@@ -254,7 +258,7 @@ def compute_gradients(subject: Subject) -> list[torch.Tensor]:
     return [zero if gradient is None else gradient for zero, gradient in zip(zeros, gradients, strict=True)]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TASKS)
 def test_maml_gradient_of_a_real_model_matches_finite_differences(name: str, tmp_path: Path) -> None:
     """Compared along the gradient itself. The first-order gradient is further off, so the second-order term is correct."""
     options = {"inner_rate": 2.0 if name == "language" else 0.3, "inner_steps": 1}
@@ -279,7 +283,7 @@ def test_maml_gradient_of_a_real_model_matches_finite_differences(name: str, tmp
     assert abs(projection - measured) > 0.04 * measured
 
 
-@pytest.mark.parametrize(("name", "method"), EACH)
+@pytest.mark.parametrize(("name", "method"), TASKS_AND_METHODS)
 def test_the_mean_is_exact_under_any_micro_batch_split(name: str, method: str, tmp_path: Path) -> None:
     sgd = {"training.optimizer.name": "sgd", "training.learning_rate": 0.1}
     full, split = Subject(name, tmp_path, method, **sgd), Subject(name, tmp_path, method, **sgd)
@@ -290,13 +294,13 @@ def test_the_mean_is_exact_under_any_micro_batch_split(name: str, method: str, t
         np.testing.assert_allclose(split.state()[key], value, rtol=1e-5, atol=1e-6, err_msg=key)
 
 
-@pytest.mark.parametrize(("name", "method"), EACH)
+@pytest.mark.parametrize(("name", "method"), TASKS_AND_METHODS)
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(name: str, method: str, tmp_path: Path) -> None:
     """Also after an evaluation, and with dropout and EMA weights."""
-    more = {"training.ema": 0.9, "training.micro_batch_size": 3, "model.dropout": 0.1}
-    straight = Subject(name, tmp_path, method, **more)
+    changes = {"training.ema": 0.9, "training.micro_batch_size": 3, "model.dropout": 0.1}
+    straight = Subject(name, tmp_path, method, **changes)
     reports = straight.advance(0, 4)
-    first = Subject(name, tmp_path, method, **more)
+    first = Subject(name, tmp_path, method, **changes)
     assert first.advance(0, 2) == reports[:2]
     held_out = first.plan.validation
     assert held_out is not None
@@ -306,7 +310,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(name: str, method: s
     assert set(means) <= set(first.plan.metrics)
     files = first.engine.snapshot().files()
     saved = checkpoint.write(tmp_path / "cut", step=2, files=files, progress={"step": 2}, fingerprint={})
-    second = Subject(name, tmp_path, method, **more)
+    second = Subject(name, tmp_path, method, **changes)
     second.engine.load(saved)
     assert second.advance(2, 4) == reports[2:]
     assert differing_tensors(straight.state(), second.state()) == []
@@ -315,8 +319,8 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(name: str, method: s
 @pytest.mark.parametrize("method", METHODS)
 def test_evaluation_does_not_depend_on_what_is_unfrozen_so_far(method: str, tmp_path: Path) -> None:
     """A process started only to evaluate has unfrozen nothing; one in training perhaps half of the layers."""
-    more = {"training.unfreeze.layers_per": 2, "training.freeze": ["layers.0"], "training.batch_size": 2}
-    first = Subject("classify", tmp_path, method, **more)
+    changes = {"training.unfreeze.layers_per": 2, "training.freeze": ["layers.0"], "training.batch_size": 2}
+    first = Subject("classify", tmp_path, method, **changes)
     first.advance(0, 2)
     is_frozen = [name for name, p in first.engine.model.named_parameters() if not p.requires_grad]
     assert any(not name.startswith("layers.0.") for name in is_frozen), "some layers are still frozen"
@@ -325,7 +329,7 @@ def test_evaluation_does_not_depend_on_what_is_unfrozen_so_far(method: str, tmp_
     before = evaluate(first.engine, iter_eval_batches(held_out, 4, limit=4))
     files = first.engine.snapshot().files()
     saved = checkpoint.write(tmp_path / "cut", step=2, files=files, progress={"step": 2}, fingerprint={})
-    second = Subject("classify", tmp_path, method, **more)
+    second = Subject("classify", tmp_path, method, **changes)
     second.engine.load(saved)
     assert evaluate(second.engine, iter_eval_batches(held_out, 4, limit=4)) == before
     assert second.advance(2, 5) == first.advance(2, 5)
@@ -336,7 +340,7 @@ def test_evaluation_does_not_depend_on_what_is_unfrozen_so_far(method: str, tmp_
     assert set(is_frozen) & set(adapted)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TASKS)
 def test_evaluation_is_independent_of_batch_size_and_ranks(name: str, tmp_path: Path) -> None:
     """Two ranks split five episodes: one rank is padded, and padding does not count."""
     subject = Subject(name, tmp_path, "fomaml")
@@ -368,7 +372,7 @@ def test_bf16_matches_fp32(method: str, tmp_path: Path) -> None:
     assert means["loss_before"] != means["loss_1"] != means["loss_2"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TASKS)
 def test_run_trains_and_evaluates_as_an_ordinary_run(name: str, tmp_path: Path) -> None:
     recipe, values = settings(name, tmp_path)
     values = {**values, "techniques": maml(name, "fomaml"), "evaluation.max_batches": 1, "name": "run"}
@@ -387,17 +391,17 @@ def test_run_trains_and_evaluates_as_an_ordinary_run(name: str, tmp_path: Path) 
     assert "loss_before" not in means
 
 
-def refusal_message(name: str, folder: Path, *, options: Mapping[str, Any] = {}, **more: Any) -> str:
+def refusal_message(name: str, folder: Path, *, options: Mapping[str, Any] = {}, **changes: Any) -> str:
     with pytest.raises(BottegaError) as caught:
-        Subject(name, folder, "maml", options=options, **more)
+        Subject(name, folder, "maml", options=options, **changes)
     assert "\n" not in str(caught.value)
     assert isinstance(caught.value, UsageError | DataError)
     return str(caught.value)
 
 
 def test_invalid_episodes_are_refused_in_one_line(tmp_path: Path) -> None:
-    def message_of(name: str, **more: Any) -> str:
-        return refusal_message(name, tmp_path, **more)
+    def message_of(name: str, **changes: Any) -> str:
+        return refusal_message(name, tmp_path, **changes)
 
     assert "data.train: 0 of 1 tasks have 5004 samples or more" in message_of(
         "language", options={"shots": 5000, "queries": 4}
@@ -533,5 +537,5 @@ def test_fomaml_adapts_faster_than_plain_training(tmp_path: Path) -> None:
     plain, meta = report["groups"]
     assert report["pairs"][0]["better"] == meta["label"], report["pairs"][0]["verdict"]
     assert meta["mean"] < 0.9 * plain["mean"]
-    right = compare([str(tmp_path / f"{method}-s*") for method in ("none", "fomaml")], metric="accuracy")["groups"]
-    assert right[1]["mean"] > right[0]["mean"]
+    accuracies = compare([str(tmp_path / f"{method}-s*") for method in ("none", "fomaml")], metric="accuracy")["groups"]
+    assert accuracies[1]["mean"] > accuracies[0]["mean"]

@@ -60,15 +60,15 @@ def techniques(*names: str, **options: Any) -> Values:
     return {"techniques": [{"name": name, "options": options.get(name, {})} for name in names]}
 
 
-def distilled(medium: str, folder: Path) -> Values:
+def distillation(medium: str, folder: Path) -> Values:
     recipe, settings, _ = MEDIA[medium]
     teacher = bottega.train(recipe, {**settings(folder), "training.max_steps": 4, "name": "teacher"})
     return {**settings(folder), **techniques("distill", distill={"teacher": str(teacher.path)})}
 
 
 def sequence(medium: str, folder: Path) -> Values:
-    both = techniques("ewc", "replay", ewc={"samples": 6}, replay={"share": 0.25})
-    return {**MEDIA[medium][2](folder), "data.mixture": "sequence", **both}
+    ewc_and_replay = techniques("ewc", "replay", ewc={"samples": 6}, replay={"share": 0.25})
+    return {**MEDIA[medium][2](folder), "data.mixture": "sequence", **ewc_and_replay}
 
 
 def meta_learning(medium: str, folder: Path) -> Values:
@@ -77,26 +77,30 @@ def meta_learning(medium: str, folder: Path) -> Values:
     return {**MEDIA[medium][1](folder), **techniques("maml", maml=few)}
 
 
-def plain(**changes: Any) -> Callable[[str, Path], Values]:
+def change_settings(**changes: Any) -> Callable[[str, Path], Values]:
     return lambda medium, folder: {**MEDIA[medium][1](folder), **changes}
 
 
-METHODS: dict[str, Callable[[str, Path], Values]] = {
-    "lora": plain(**techniques("lora", lora={"rank": 2})),
-    "adapter": plain(**techniques("adapter", adapter={"size": 4})),
-    "distill": distilled,
+TECHNIQUES: dict[str, Callable[[str, Path], Values]] = {
+    "lora": change_settings(**techniques("lora", lora={"rank": 2})),
+    "adapter": change_settings(**techniques("adapter", adapter={"size": 4})),
+    "distill": distillation,
     "ewc and replay": sequence,
     "maml": meta_learning,
-    "unfreezing": plain(**{"training.unfreeze.layers_per": 2, "training.layer_decay": 0.8}),
+    "unfreezing": change_settings(**{"training.unfreeze.layers_per": 2, "training.layer_decay": 0.8}),
 }
 
 
 @pytest.mark.parametrize("medium", MEDIA)
 @pytest.mark.parametrize(
-    "method", [pytest.param(name, marks=pytest.mark.slow if name == "maml" else ()) for name in METHODS]
+    "technique", [pytest.param(name, marks=pytest.mark.slow if name == "maml" else ()) for name in TECHNIQUES]
 )
-def test_trains_and_resumes_bitwise_equal(method: str, medium: str, tmp_path: Path) -> None:
-    values = METHODS[method](medium, tmp_path) | {"training.max_steps": 6, "checkpoint.every": 1, "checkpoint.keep": 9}
+def test_trains_and_resumes_bitwise_equal(technique: str, medium: str, tmp_path: Path) -> None:
+    values = TECHNIQUES[technique](medium, tmp_path) | {
+        "training.max_steps": 6,
+        "checkpoint.every": 1,
+        "checkpoint.keep": 9,
+    }
     values |= {"evaluation.every": 3, "training.ema": 0.9, "name": "run"}
     run = bottega.train(MEDIA[medium][0], values)
     assert run.step == 6

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_matrix import MEDIA, METHODS
+from test_matrix import MEDIA, TECHNIQUES
 
 import bottega
 import small_multitask
@@ -31,20 +31,20 @@ def assert_resume_is_bitwise_equal(recipe: str, values: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("medium", MEDIA)
-@pytest.mark.parametrize("method", METHODS)
-def test_trains_and_resumes_bitwise_equal(method: str, medium: str, tmp_path: Path) -> None:
-    values = METHODS[method](medium, tmp_path)
+@pytest.mark.parametrize("technique", TECHNIQUES)
+def test_trains_and_resumes_bitwise_equal(technique: str, medium: str, tmp_path: Path) -> None:
+    values = TECHNIQUES[technique](medium, tmp_path)
     assert_resume_is_bitwise_equal(MEDIA[medium][0], {**values, **STEPS, "device": "cuda", "deterministic": True})
 
 
-@pytest.mark.parametrize("method", ["lora", "distill", "ewc and replay"])
-def test_fp16_with_loss_scale_matches_fp32(method: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("technique", ["lora", "distill", "ewc and replay"])
+def test_fp16_with_loss_scale_matches_fp32(technique: str, tmp_path: Path) -> None:
     """Terms that a technique adds to the loss or the gradients are scaled too."""
-    values = {**METHODS[method]("classify", tmp_path), **STEPS, "device": "cuda"}
+    values = {**TECHNIQUES[technique]("classify", tmp_path), **STEPS, "device": "cuda"}
     losses = {}
     for precision in ("fp16", "fp32"):
-        own = {"training.mixed_precision": precision, "training.compile": False, "name": precision}
-        run = bottega.train("classify", {**values, **own})
+        changes = {"training.mixed_precision": precision, "training.compile": False, "name": precision}
+        run = bottega.train("classify", {**values, **changes})
         losses[precision] = [row["loss"] for row in run.history() if row["kind"] == "train"]
     assert losses["fp16"] == pytest.approx(losses["fp32"], rel=2e-2)
 

@@ -18,7 +18,7 @@ import small_routing
 import small_run
 import small_texts
 from bottega.analysis.ledger import list_step_samples
-from bottega.analysis.verify_resume import find_difference as first_difference
+from bottega.analysis.verify_resume import find_difference
 from bottega.callbacks.prequential import Prequential
 from bottega.config.recipe import Recipe
 from bottega.core.callback import Progress
@@ -168,7 +168,7 @@ def test_resume_is_bitwise_equal_in_weights_and_metrics(case: str, tmp_path: Pat
         if int(folder.name.removeprefix("step-")) > run.step // 2:
             shutil.rmtree(folder)
     train(case, tmp_path, **changes)
-    assert first_difference(uninterrupted, run.path) is None
+    assert find_difference(uninterrupted, run.path) is None
 
 
 def test_run_length_is_the_stream_length_and_the_ledger_lists_it(tmp_path: Path) -> None:

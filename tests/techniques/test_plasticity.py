@@ -54,7 +54,7 @@ SHAPE = SpikingNetShape(
 )
 FIRST, SECOND = "layers.0.synapse.weight", "layers.1.synapse.weight"
 RNG = Noise(0, 0, ())
-SLOW = {"optimizer": {"name": "sgd"}, "learning_rate": 1e-2}
+SGD = {"optimizer": {"name": "sgd"}, "learning_rate": 1e-2}
 
 
 CURRENTS = SHAPE.model_copy(update={"coding": "constant"})
@@ -82,7 +82,7 @@ def train_state(
     source: ArraySource | None = None,
     **options: Any,
 ) -> dict[str, np.ndarray]:
-    subject = engine(training(**SLOW, **(changes or {})), task=task or build_task(), **options)
+    subject = engine(training(**SGD, **(changes or {})), task=task or build_task(), **options)
     train_steps(subject, loader(source or build_source(), of=subject), 0, steps)
     return copy_state(subject)
 
@@ -106,29 +106,29 @@ KINDS = {
     "soft": {"reward": "loss", "bounds": "soft", "normalise": True},
 }
 kinds = pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
-RATES_OF_ZERO = {"groups": [{"pattern": ".*synapse.*", "scale": 0.0}, {"pattern": ".*"}]}
+NO_SYNAPSE_GRADIENT = {"groups": [{"pattern": ".*synapse.*", "scale": 0.0}, {"pattern": ".*"}]}
 
 
 # The update
 
 
 def test_step_moves_weights_by_the_mean_eligibility() -> None:
-    subject = engine(training(**SLOW, **RATES_OF_ZERO), task=build_task(low=-9.0, high=9.0))
+    subject = engine(training(**SGD, **NO_SYNAPSE_GRADIENT), task=build_task(low=-9.0, high=9.0))
     batches = loader(build_source(), of=subject)
     before = copy_state(subject)
     trains = record_trains(subject.model, torch.from_numpy(batches.batch(0)["image"]))
     train_steps(subject, batches, 0, 1)
     for name, (pre, post) in trains.items():
-        each = compute_eligibility(pre, post, STDPRule(a_minus=0.8, tau_minus=5.0))
-        assert len(each) == 8
-        expected = weight_of(before, name) + 0.05 * each.mean(0).numpy()
+        eligibility = compute_eligibility(pre, post, STDPRule(a_minus=0.8, tau_minus=5.0))
+        assert len(eligibility) == 8
+        expected = weight_of(before, name) + 0.05 * eligibility.mean(0).numpy()
         np.testing.assert_allclose(weight_of(copy_state(subject), name), expected, rtol=1e-5, atol=1e-6)
         assert np.abs(weight_of(copy_state(subject), name) - weight_of(before, name)).max() > 1e-3
 
 
 def test_update_follows_the_optimizer_and_changes_neither_loss_nor_gradient() -> None:
-    plain = engine(training(**SLOW), task=build_task().inner)
-    plastic = engine(training(**SLOW), task=build_task())
+    plain = engine(training(**SGD), task=build_task().inner)
+    plastic = engine(training(**SGD), task=build_task())
     reports = [train_steps(subject, loader(build_source(), of=subject), 0, 1)[0] for subject in (plain, plastic)]
     for key in ("loss", "grad_norm", "accuracy"):
         assert reports[0][key] == reports[1][key]
@@ -139,13 +139,15 @@ def test_update_follows_the_optimizer_and_changes_neither_loss_nor_gradient() ->
 
 
 def test_rate_of_zero_equals_training_without_plasticity() -> None:
-    plain, still = train_state(3, build_task().inner), train_state(3, build_task(rate=0.0))
-    assert [name for name in plain if not np.array_equal(plain[name], still[name])] == []
+    plain, without_rate = train_state(3, build_task().inner), train_state(3, build_task(rate=0.0))
+    assert [name for name in plain if not np.array_equal(plain[name], without_rate[name])] == []
 
 
 @kinds
 def test_weights_stay_between_the_bounds(options: dict[str, Any]) -> None:
-    tensors = train_state(20, build_task(**{**options, "rate": 5.0, "low": -0.3, "high": 0.4}), changes=RATES_OF_ZERO)
+    tensors = train_state(
+        20, build_task(**{**options, "rate": 5.0, "low": -0.3, "high": 0.4}), changes=NO_SYNAPSE_GRADIENT
+    )
     start = copy_state(engine(task=build_task()))
     for name in (FIRST, SECOND):
         old, new = weight_of(start, name), weight_of(tensors, name)
@@ -156,7 +158,9 @@ def test_weights_stay_between_the_bounds(options: dict[str, Any]) -> None:
 
 def test_normalising_preserves_sum_and_norm_of_incoming_weights() -> None:
     wide = {"low": -9.0, "high": 9.0, "rate": 0.5}
-    normalised, free = (train_state(5, build_task(normalise=on, **wide), changes=RATES_OF_ZERO) for on in (True, False))
+    normalised, free = (
+        train_state(5, build_task(normalise=on, **wide), changes=NO_SYNAPSE_GRADIENT) for on in (True, False)
+    )
     start = copy_state(engine(task=build_task()))
     for name in (FIRST, SECOND):
         lengths = [np.linalg.norm(weight_of(tensors, name), axis=1) for tensors in (start, normalised, free)]
@@ -171,13 +175,13 @@ def test_frozen_and_untargeted_layers_do_not_change() -> None:
     frozen = train_state(2, changes={"freeze": ["layers.0"]})
     assert np.array_equal(weight_of(frozen, FIRST), weight_of(start, FIRST))
     assert not np.array_equal(weight_of(frozen), weight_of(start))
-    targeted = train_state(2, build_task(targets=("layers.1",)), changes=RATES_OF_ZERO)
+    targeted = train_state(2, build_task(targets=("layers.1",)), changes=NO_SYNAPSE_GRADIENT)
     assert np.array_equal(weight_of(targeted, FIRST), weight_of(start, FIRST))
     assert not np.array_equal(weight_of(targeted), weight_of(start))
 
 
 def test_ema_averages_the_weights_after_the_update() -> None:
-    tensors = train_state(1, changes={"ema": 0.5, **RATES_OF_ZERO})
+    tensors = train_state(1, changes={"ema": 0.5, **NO_SYNAPSE_GRADIENT})
     start = copy_state(engine(task=build_task()))
     ema_change = tensors[f"ema.safetensors/{SECOND}"] - weight_of(start)
     assert np.abs(ema_change).max() > 1e-3
@@ -292,9 +296,9 @@ def test_reward_weighs_examples_by_advantage_over_the_running_mean() -> None:
     new = plastic.update(tensors, loss.stats, RNG)
     running = 0.9 * old + 0.1 * torch.stack((correct.mean(), torch.ones(())))
     torch.testing.assert_close(new[REWARD], running)
-    each = compute_eligibility(pre, post, plastic.rule)
+    eligibility = compute_eligibility(pre, post, plastic.rule)
     advantage = correct - running[0] / running[1]
-    expected = tensors[SECOND] + 0.05 * torch.einsum("b,boi->oi", advantage, each) / 8
+    expected = tensors[SECOND] + 0.05 * torch.einsum("b,boi->oi", advantage, eligibility) / 8
     torch.testing.assert_close(new[SECOND], expected, rtol=1e-5, atol=1e-6)
 
 
@@ -435,7 +439,7 @@ def scale_synapses(model: nn.Module) -> nn.Module:
     return model
 
 
-def test_rows_of_one_task_update_that_task_only() -> None:
+def test_padding_of_one_task_is_not_padding_of_the_other() -> None:
     parts = {"a": Classification(key="image", shape=SHAPE), "b": Classification(key="image", shape=SHAPE)}
     plastic = Plasticity(inner=Multitask(parts=parts, weights=dict.fromkeys(parts, 1.0)), rate=0.05)
     model = build_models(plastic, 0)["model"]
@@ -460,18 +464,18 @@ def test_rows_of_one_task_update_that_task_only() -> None:
 STEPS, INPUTS, UNITS_OF_LAYER = 20, 100, 8
 
 
-def initialise_sentinel(model: Any, seed: int) -> None:
+def initialise_detector(model: Any, seed: int) -> None:
     weights = numpy_generator(seed, "sentinel").uniform(0, 1, (UNITS_OF_LAYER, INPUTS))
     with torch.no_grad():
         model.layer.synapse.weight.copy_(torch.from_numpy(weights))
         model.head.weight.zero_()
 
 
-class SentinelTask(Task):
+class PatternDetectorTask(Task):
     """A layer that sees unlabelled trains [b, S, I]; only its readout is trained by gradient."""
 
     def specs(self) -> dict[str, ModelSpec]:
-        return {"model": ModelSpec(lambda config: Sentinel(), initial=Initial(initialise_sentinel))}
+        return {"model": ModelSpec(lambda config: PatternDetector(), initial=Initial(initialise_detector))}
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
         return {"loss": float(len(batch["x"]))}
@@ -481,7 +485,7 @@ class SentinelTask(Task):
         return Loss(terms={"loss": ((answer - 1).square().sum(), 1.0)})
 
 
-class Sentinel(nn.Module):
+class PatternDetector(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         # At most one spike per example, so that its timing is the only information.
@@ -498,25 +502,25 @@ def draw_trains(seed: int, pattern: np.ndarray, samples: int, *, repeats: bool =
     at random steps. Each input spikes once or not at all, equally often with and without the pattern, so that only the
     timing distinguishes them."""
     rng = np.random.default_rng(seed)
-    has_pattern, at = rng.random(samples) < 0.5, rng.integers(0, STEPS, (samples, INPUTS))
+    has_pattern, spike_steps = rng.random(samples) < 0.5, rng.integers(0, STEPS, (samples, INPUTS))
     for row in np.flatnonzero(has_pattern):
-        at[row, : len(pattern)] = pattern if repeats else rng.permutation(pattern)
-    example, which = np.nonzero(rng.random((samples, INPUTS)) < 0.8)
+        spike_steps[row, : len(pattern)] = pattern if repeats else rng.permutation(pattern)
+    example, unit = np.nonzero(rng.random((samples, INPUTS)) < 0.8)
     x = np.zeros((samples, STEPS, INPUTS), np.uint8)
-    x[example, at[example, which], which] = 1
+    x[example, spike_steps[example, unit], unit] = 1
     return x, has_pattern
 
 
-def first_spikes(model: nn.Module, x: np.ndarray) -> np.ndarray:
+def find_first_spikes(model: nn.Module, x: np.ndarray) -> np.ndarray:
     """Return the step of each unit's first spike [n, units]; STEPS where there is none."""
     with torch.no_grad():
         spikes = model.layer(torch.from_numpy(x).float().transpose(0, 1))  # type: ignore[operator]
     return np.where(spikes.sum(0).numpy() > 0, spikes.argmax(0).numpy(), STEPS)
 
 
-def compute_auc(first: np.ndarray, has_pattern: np.ndarray) -> float:
+def compute_auc(first_spike_steps: np.ndarray, has_pattern: np.ndarray) -> float:
     """Return the AUC of the first spike as a detector of the pattern (0.5 is chance), averaged over units."""
-    a, b = first[has_pattern, None], first[None, ~has_pattern]
+    a, b = first_spike_steps[has_pattern, None], first_spike_steps[None, ~has_pattern]
     return float(((a < b) + 0.5 * (a == b)).mean())
 
 
@@ -524,15 +528,15 @@ def compute_auc(first: np.ndarray, has_pattern: np.ndarray) -> float:
 @pytest.mark.parametrize("repeats", [True, False], ids=["pattern", "no-pattern"])
 def test_layer_learns_a_repeating_pattern_from_spike_timing_alone(repeats: bool) -> None:
     pattern = np.random.default_rng(5).permutation(np.arange(50)) * STEPS // 50
-    plastic = Plasticity(inner=SentinelTask(), rate=0.01, low=0.0, high=1.0, normalise=True)
+    plastic = Plasticity(inner=PatternDetectorTask(), rate=0.01, low=0.0, high=1.0, normalise=True)
     frozen_layer = {"groups": [{"pattern": "layer.*", "scale": 0.0}, {"pattern": ".*"}]}
-    subject = engine(training(**SLOW, **frozen_layer), task=plastic)
+    subject = engine(training(**SGD, **frozen_layer), task=plastic)
     test, has_pattern = draw_trains(1, pattern, 400)
-    before = first_spikes(subject.model, test)
+    before = find_first_spikes(subject.model, test)
     assert abs(compute_auc(before, has_pattern) - 0.5) < 0.1
     x, _ = draw_trains(0, pattern, 3200, repeats=repeats)
     train_steps(subject, loader(ArraySource({"x": x}), of=subject, batch_size=16), 0, 300)
-    trained, weights = first_spikes(subject.model, test), weight_of(copy_state(subject), "layer.synapse.weight")
+    trained, weights = find_first_spikes(subject.model, test), weight_of(copy_state(subject), "layer.synapse.weight")
     early, late = weights[:, :50][:, pattern < STEPS // 4].mean(), weights[:, :50][:, pattern >= STEPS // 2].mean()
     if repeats:
         assert compute_auc(trained, has_pattern) > 0.8

@@ -90,7 +90,7 @@ class Console(Callback):
         """Return the headline metrics, with their prequential (online/) and pre-adaptation (_before) variants."""
         if self.headline is None:
             return metrics
-        names = {word for name in self.headline for word in (name, f"online/{name}", f"{name}_before")}
+        names = {variant for name in self.headline for variant in (name, f"online/{name}", f"{name}_before")}
         return {name: value for name, value in metrics.items() if name in names}
 
     def _warn_about_drops(self, metrics: dict[str, float]) -> None:
@@ -115,18 +115,18 @@ class Console(Callback):
             self._live.stop()
             self._live = None
 
-    def _format_fields(self, progress: Progress, m: dict[str, float]) -> list[str]:
+    def _format_fields(self, progress: Progress, metrics: dict[str, float]) -> list[str]:
         width = len(str(progress.total))
         fields = [
             f"step {progress.step:>{width}}/{progress.total}",
-            f"loss {m['loss']:.4f}",
-            f"lr {m['learning_rate']:.2e}",
-            f"grad {m['grad_norm']:.2f}",
-            *(f"drop {100 * value:.0f}%" for name, value in m.items() if _is_drop_rate(name)),
-            f"{format_count(m['units_per_second'])} {self.unit}/s",
-            f"wait {100 * m['data_wait']:.0f}%",
+            f"loss {metrics['loss']:.4f}",
+            f"lr {metrics['learning_rate']:.2e}",
+            f"grad {metrics['grad_norm']:.2f}",
+            *(f"drop {100 * value:.0f}%" for name, value in metrics.items() if _is_drop_rate(name)),
+            f"{format_count(metrics['units_per_second'])} {self.unit}/s",
+            f"wait {100 * metrics['data_wait']:.0f}%",
         ]
-        memory = m.get("gpu_memory_gib", m.get("ram_gib"))
+        memory = metrics.get("gpu_memory_gib", metrics.get("ram_gib"))
         if memory is not None:
             fields.append(f"mem {memory:.1f}G")
         fields.append(f"eta {format_duration((progress.total - progress.step) * (self._mean_step_seconds or 0.0))}")
@@ -134,7 +134,7 @@ class Console(Callback):
 
     def _build_live_line(self, progress: Progress, fields: list[str]) -> Any:
         fitting_fields = fit_fields(fields, self.rich.width - MIN_BAR_WIDTH - FIELD_GAP)
-        free_width = self.rich.width - sum(len(part) + FIELD_GAP for part in fitting_fields)
+        free_width = self.rich.width - sum(len(field) + FIELD_GAP for field in fitting_fields)
         bar = ProgressBar(
             total=progress.total, completed=progress.step, width=max(1, min(3 * MIN_BAR_WIDTH, free_width))
         )
@@ -149,14 +149,14 @@ class Console(Callback):
             self.log_file.write(text, level)
 
 
-def fit_fields(parts: list[str], width: int) -> list[str]:
-    """Return the fields of the live line that fit into `room` columns, in order, dropping the least important first."""
-    fields = list(parts)
+def fit_fields(fields: list[str], width: int) -> list[str]:
+    """Return the fields of the live line that fit into `width` columns, in order; the least important are dropped first."""
+    remaining = list(fields)
     for prefix in DROP_ORDER:
-        if sum(len(part) + FIELD_GAP for part in fields) <= width:
+        if sum(len(field) + FIELD_GAP for field in remaining) <= width:
             break
-        fields = [part for part in fields if not part.startswith(prefix)]
-    return fields
+        remaining = [field for field in remaining if not field.startswith(prefix)]
+    return remaining
 
 
 def _is_drop_rate(name: str) -> bool:
@@ -178,6 +178,6 @@ def format_count(number: float) -> str:
 
 def format_duration(seconds: float) -> str:
     """Return seconds as m:ss or h:mm:ss."""
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, whole_seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+    return f"{hours}:{minutes:02d}:{whole_seconds:02d}" if hours else f"{minutes}:{whole_seconds:02d}"

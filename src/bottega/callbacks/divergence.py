@@ -12,14 +12,14 @@ from bottega.config.recipe import Recipe
 DIVERGED_FACTOR = 3.0
 """Ratio to its start above which a loss counts as diverged; the noise of small batches stays below 2."""
 MIN_RISE = 1.0
-"""Least rise in nats: from 0.002 to 0.01 is noise of a model that fits its data."""
+"""Smallest rise, in nats, that counts: from 0.002 to 0.01 is noise of a model that fits its data."""
 PEAK_FACTOR = 30.0
-"""Ratio to its start that no single loss of a healthy run reaches in its second half."""
+"""Ratio to its start that no single loss in the second half of a healthy run reaches."""
 MAX_INITIAL_LOSS = 12.0
 """Nats above any initial cross-entropy (a vocabulary of 50,000 starts at 10.8): if the first logged loss is higher, the run
 had diverged before it was logged."""
 FORGOTTEN_FRACTION = 0.75
-"""Fraction of the improvement that is lost again when a loss has diverged from its best."""
+"""Fraction of its improvement that a loss must lose again to count as diverged from its best value."""
 
 
 def diagnose_losses(rows: Sequence[Mapping[str, Any]], recipe: Recipe) -> str | None:
@@ -52,16 +52,17 @@ def describe_divergence(
     """
     if len(losses) < 2:
         return None
-    width = max(1, min(10, len(losses) // 3))
-    first, last = median(losses[:width]), median(losses[-width:])
-    start, peak = min(first, MAX_INITIAL_LOSS) if is_cross_entropy else first, max(losses[len(losses) // 2 :])
+    window = max(1, min(10, len(losses) // 3))
+    first, last = median(losses[:window]), median(losses[-window:])
+    start = min(first, MAX_INITIAL_LOSS) if is_cross_entropy else first
+    peak = max(losses[len(losses) // 2 :])
     if start > 0 and last > DIVERGED_FACTOR * start and last > start + MIN_RISE:
         return f"the loss diverged: it started at {first:.4g} and ended at {last:.4g}"
     if start > 0 and peak > PEAK_FACTOR * start and peak > start + 10 * MIN_RISE:
         return f"the loss diverged: it started at {first:.4g}, rose to {peak:.4g} and ended at {last:.4g}"
-    if not is_one_task or len(losses) < 3 * width or width < 3:
+    if not is_one_task or len(losses) < 3 * window or window < 3:
         return None
-    best = min(median(losses[i : i + width]) for i in range(len(losses) - width + 1))
+    best = min(median(losses[i : i + window]) for i in range(len(losses) - window + 1))
     improvement = first - best
     if improvement > max(MIN_RISE, 0.5 * abs(first)) and last > best + FORGOTTEN_FRACTION * improvement:
         return f"the loss diverged: it fell from {first:.4g} to {best:.4g} and ended at {last:.4g}"

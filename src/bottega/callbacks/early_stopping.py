@@ -68,9 +68,10 @@ class EarlyStopping(Callback):
 
 
 class ReduceOnPlateau(Callback):
-    """Multiplies the learning rate by `factor` after `patience` evaluations without improvement, down to `floor`.
+    """Multiplies the learning rate by `factor` after `patience` evaluations without improvement.
 
-    The one schedule that is not a function of the step: its state is `Progress.rate_scale`.
+    `floor` is the smallest product of these factors. This is the only schedule that is not a function of the step; its
+    state is `Progress.learning_rate_scale`.
     """
 
     name = "plateau"
@@ -84,7 +85,7 @@ class ReduceOnPlateau(Callback):
     def after_eval(self, progress: Progress, metrics: dict[str, float]) -> None:
         self.counter.update(metrics)
         if self.counter.num_waited >= max(1, self.patience):
-            progress.rate_scale = max(self.floor, progress.rate_scale * self.factor)
+            progress.learning_rate_scale = max(self.floor, progress.learning_rate_scale * self.factor)
             self.counter.num_waited = 0
 
     def state_dict(self) -> dict[str, Any]:

@@ -23,7 +23,7 @@ class LogFile:
     def write(self, text: str, level: Level = "INFO") -> None:
         """Append `text`, each of its lines with time and level; credentials in addresses are removed."""
         prefix = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {level}"
-        rows = escape_controls(strip_credentials_in_text(text)).splitlines()
-        lines = [f"{prefix} {row}".rstrip() + "\n" for row in rows if row.strip()]
+        lines = escape_controls(strip_credentials_in_text(text)).splitlines()
+        entries = [f"{prefix} {line}".rstrip() + "\n" for line in lines if line.strip()]
         with suppress(OSError), open(self.path, "ab", buffering=0, opener=open_without_following_links) as file:
-            file.write("".join(lines).encode("utf-8", "replace"))
+            file.write("".join(entries).encode("utf-8", "replace"))

@@ -9,9 +9,9 @@ from bottega.config.recipe import Recipe
 from bottega.core.callback import Callback, Progress
 
 LONG_RUN_SECONDS = 3600.0
-"""Remaining seconds from which on a warning is printed."""
+"""Estimated seconds to the end of the run above which a warning is printed."""
 NUM_MEASURED_STEPS = 3
-"""Steps before the estimate: the first one allocates and warms up."""
+"""Steps after the start before the estimate is made: the first one allocates and warms up."""
 LARGER_IS_CHEAPER = ("model.patch_size", "model.temporal_patch_size")
 SMALLER_IS_CHEAPER = (
     *("model.size", "model.hidden_size", "model.num_layers", "data.image_size", "data.num_frames"),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from bottega.core.errors import CheckpointError
 
@@ -15,8 +15,8 @@ from bottega.core.errors import CheckpointError
 class Progress:
     """State of a run that is neither a tensor nor a function of the step. Saved as progress.json in every checkpoint.
 
-    `total` is the number of steps of the run, `evaluated` the step of the last evaluation, `best` the best value of the
-    metric so far, `rate_scale` a factor of the learning rate, and `notes` the state of each callback by its name.
+    `total` is the number of steps of the run, `evaluated_step` the step of the last evaluation, `best` the best value of the
+    metric so far, and `callback_states` the `state_dict` of each callback by its name. Aliases are keys of progress.json.
     """
 
     step: int = 0
@@ -24,17 +24,17 @@ class Progress:
     total: int = 0
     best: float | None = None
     best_step: int = 0
-    evaluated: int = 0
-    rate_scale: float = 1.0
+    evaluated_step: Annotated[int, Field(alias="evaluated")] = 0
+    learning_rate_scale: Annotated[float, Field(alias="rate_scale")] = 1.0
     micro_batch_size: int | None = None
     skip_steps: list[int] = field(default_factory=list)
-    notes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    callback_states: Annotated[dict[str, dict[str, Any]], Field(alias="notes")] = field(default_factory=dict)
     stop: str | None = None
     """The reason to end the run early, set by a callback."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of progress.json."""
-        return asdict(self)
+        return dict(_ADAPTER.dump_python(self, by_alias=True, warnings=False))
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Progress:

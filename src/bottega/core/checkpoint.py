@@ -54,15 +54,15 @@ def write(
     fingerprint: Mapping[str, Any],
 ) -> Path:
     """Write the checkpoint of `step` under `folder` and return its path; after an error no temporary folder is left."""
-    # After a fallback or a rollback there is already a checkpoint of this step; it is replaced.
+    # After a rollback, or a resume from an older checkpoint, this step may have a checkpoint already; it is replaced.
     with writing_folder(folder / step_folder_name(step), mode=0o700) as temporary:
-        table = {name: write_safetensors(temporary / name, tensors) for name, tensors in files.items()}
-        table["progress.json"] = write_bytes(temporary / "progress.json", _encode_json(progress))
+        file_entries = {name: write_safetensors(temporary / name, tensors) for name, tensors in files.items()}
+        file_entries["progress.json"] = write_bytes(temporary / "progress.json", _encode_json(progress))
         manifest = {
             "format": FORMAT,
             "step": step,
             "sequence": 1 + max((m.sequence for _, m in list_checkpoints(folder)), default=0),
-            "files": table,
+            "files": file_entries,
             "fingerprint": dict(fingerprint),
         }
         write_bytes(temporary / "MANIFEST.json", _seal_manifest(manifest))
@@ -181,10 +181,10 @@ def verify(path: Path, *, only: Collection[str] | None = None) -> Manifest:
 
 def find_newest_valid(folder: Path, warn: Callable[[str], None]) -> tuple[Path, Manifest] | None:
     """Return the newest checkpoint that passes verification; warn about each one that does not."""
-    saved = list_checkpoints(folder)
-    for path in sorted(set(list_step_folders(folder)) - {path for path, _ in saved}, reverse=True):
+    checkpoints = list_checkpoints(folder)
+    for path in sorted(set(list_step_folders(folder)) - {path for path, _ in checkpoints}, reverse=True):
         warn(f"checkpoint {path.name} is damaged: MANIFEST.json cannot be read; ignored")
-    for path, _ in saved:
+    for path, _ in checkpoints:
         try:
             return path, verify(path)
         except CheckpointError as error:
@@ -209,11 +209,11 @@ def remove_partial_checkpoints(folder: Path) -> None:
 
 def delete_old_checkpoints(folder: Path, *, keep: int, protect: Sequence[Path]) -> None:
     """Delete all but the newest `keep` and the protected checkpoints, after verifying the newest one."""
-    saved = list_checkpoints(folder)
-    outdated = [path for path, _ in saved[keep:] if path not in protect]
+    checkpoints = list_checkpoints(folder)
+    outdated = [path for path, _ in checkpoints[keep:] if path not in protect]
     if not outdated:
         return
-    verify(saved[0][0])
+    verify(checkpoints[0][0])
     for path in outdated:
         delete_folder(path)
 

@@ -113,14 +113,14 @@ class Engine(ABC):
     """Examples in one forward pass; None while undecided. The size that `auto` finds is saved in the progress."""
     skip_steps: frozenset[int] = frozenset()
     """Steps whose update is not applied, because the rollback policy found their batch to be bad."""
-    rate_scale: float = 1.0
-    """Factor of the learning rate, besides its function of the step; set by the plateau schedule."""
+    learning_rate_scale: float = 1.0
+    """Factor of `rate`; the plateau schedule lowers it."""
 
     # Steps
 
     @abstractmethod
     def train_step(self, step: int, batch: Batch) -> dict[str, Any]:
-        """Run one optimizer step over this rank's part of the global batch, without waiting for the device."""
+        """Run one optimizer step over this rank's part of the global batch; return its metrics, still on the device."""
 
     @abstractmethod
     def eval_step(self, batch: Batch, *, with_rows: bool = True, task: Task | None = None) -> EvaluationOutput:
@@ -133,9 +133,9 @@ class Engine(ABC):
     def fetch(self, metrics: Mapping[str, Any]) -> dict[str, float]:
         """Convert device scalars to floats. Only this and `fetch_rows` wait for the device."""
 
-    def fetch_rows(self, parts: Sequence[Mapping[str, Any]]) -> Rows:
+    def fetch_rows(self, batch_rows: Sequence[Mapping[str, Any]]) -> Rows:
         """Concatenate the rows of several batches on the host."""
-        return {name: np.concatenate([np.asarray(part[name]) for part in parts]) for name in parts[0]}
+        return {name: np.concatenate([np.asarray(rows[name]) for rows in batch_rows]) for name in batch_rows[0]}
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -37,13 +37,13 @@ class ModelSpec:
     """One model: its architecture and the source of its weights.
 
     The engine calls `architecture(config, **options)`, then loads the folder `pretrained` by `load(model, folder)`, or
-    applies `initial` if there is none, then applies `changes` in order. Without both, the
-    framework draws the weights from the seed of the run.
+    applies `initial` if there is none, then applies `changes` in order. If there is neither `pretrained` nor `initial`,
+    the framework draws the weights from the seed of the run.
     """
 
     architecture: Reference
     config: Any = None
-    """First argument of the architecture: a shape, or the folder of a complete model."""
+    """First argument of the architecture: its hyperparameters, or the folder of a complete model."""
     options: Mapping[str, Any] = field(default_factory=dict)
     initial: Initial | None = None
     pretrained: str | None = None

@@ -73,17 +73,17 @@ class Noise:
         return self.random_words(derive_key(self.seed, self.step, name), count)
 
     def random_words(self, key: tuple[Any, Any], count: int) -> tuple[Any, Any]:
-        """Return two arrays of random 32-bit words, (positions, count)."""
+        """Return two arrays of random 32-bit words, `(examples, count)` each, that are a function of `key` and the positions."""
         device = {} if self.xp is np else {"device": self.positions.device}
         draws = self.xp.arange(count, dtype=self.xp.int64, **device)
         return threefry(key, (self.positions[:, None] + 0 * draws, draws[None, :]))
 
     def to_uniform(self, words: tuple[Any, Any]) -> Any:
-        """Return uniform values in (0, 1)."""
+        """Return uniform values in (0, 1) from the first of two arrays of random words."""
         return self._to_unit_interval(words[0])
 
     def to_normal(self, words: tuple[Any, Any]) -> Any:
-        """Return standard normal values, by Box-Muller."""
+        """Return standard normal values from two arrays of random words, by Box-Muller."""
         radius = self.xp.sqrt(-2 * self.xp.log(self._to_unit_interval(words[0])))
         return radius * self.xp.cos(2 * math.pi * self._to_unit_interval(words[1]))
 

@@ -115,7 +115,7 @@ class RunDirectory:
                 row = json.loads(line)
                 # Compared by samples, which do not depend on the batch size. A pending evaluation is repeated even if a
                 # killed process has already written its line.
-                is_repeated = row["kind"] == "eval" and progress.evaluated < progress.step
+                is_repeated = row["kind"] == "eval" and progress.evaluated_step < progress.step
                 if row["samples"] < progress.samples + (not is_repeated):
                     lines.append(line)
             except (ValueError, KeyError, TypeError):

@@ -133,8 +133,8 @@ def retry(work: Callable[[], T]) -> T:
     return work()
 
 
-def explain_os_error(error: OSError, folder: Path, needed: int = 0) -> BottegaError:
-    """Return an operating-system error as a message that says what is wrong and what to do."""
+def explain_os_error(error: OSError, path: Path, needed_bytes: int = 0) -> BottegaError:
+    """Return the error for the user after writing a file or folder failed; `needed_bytes` is its size, 0 if unknown."""
     reason = {
         errno.ENOSPC: "the disk is full",
         errno.EDQUOT: "the disk quota is used up",
@@ -146,13 +146,13 @@ def explain_os_error(error: OSError, folder: Path, needed: int = 0) -> BottegaEr
         errno.EEXIST: "it is a file; choose another folder",
     }.get(error.errno or 0, error.strerror or str(error))
     try:
-        free_note = f", {shutil.disk_usage(folder if folder.exists() else folder.parent).free:,} bytes free"
+        free_note = f", {shutil.disk_usage(path if path.exists() else path.parent).free:,} bytes free"
     except OSError:
         free_note = ""
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    size_note = f": needs {needed:,} bytes{free_note}" if needed else free_note if is_full else ""
+    size_note = f": needs {needed_bytes:,} bytes{free_note}" if needed_bytes else free_note if is_full else ""
     advice = "; free some space and run the same command to continue" if is_full else ""
-    return EnvironmentProblem(f"cannot write {folder}: {reason}{size_note}{advice}")
+    return EnvironmentProblem(f"cannot write {path}: {reason}{size_note}{advice}")
 
 
 def check_disk_space(folder: Path, *, size: int, keep: int) -> None:

@@ -14,7 +14,7 @@ class Schedule:
     """The schedule `name` over `total` steps after a linear warm-up of `warmup` steps, never below `floor` after it.
 
     Steps count from 0; step `warmup - 1` is the first at the peak. `plateau` is constant here: its factor depends on
-    evaluations and is stored in the progress.
+    evaluations and is stored in the progress. `cycle` is in steps; `wsd` decays in the last `decay_fraction` of all steps.
     """
 
     name: str
@@ -48,30 +48,30 @@ class Schedule:
         return self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * fraction))
 
 
-def _cosine(s: Schedule, step: int) -> float:
-    return 0.5 * (1 + math.cos(math.pi * min(1.0, step / s.span)))
+def _cosine(s: Schedule, elapsed: int) -> float:
+    return 0.5 * (1 + math.cos(math.pi * min(1.0, elapsed / s.span)))
 
 
-def _restarts(s: Schedule, step: int) -> float:
+def _cosine_with_restarts(s: Schedule, elapsed: int) -> float:
     length = s.cycle or s.span
-    return 0.5 * (1 + math.cos(math.pi * (step % length) / length))
+    return 0.5 * (1 + math.cos(math.pi * (elapsed % length) / length))
 
 
-def _stable_decay(s: Schedule, step: int) -> float:
-    decay = max(1, round(s.decay_fraction * s.total))
-    return min(1.0, max(0.0, (s.span - step) / decay))
+def _warmup_stable_decay(s: Schedule, elapsed: int) -> float:
+    num_decay_steps = max(1, round(s.decay_fraction * s.total))
+    return min(1.0, max(0.0, (s.span - elapsed) / num_decay_steps))
 
 
-SHAPES: dict[str, Callable[[Schedule, int], float]] = {
-    "constant": lambda s, step: 1.0,
-    "plateau": lambda s, step: 1.0,
-    "linear": lambda s, step: max(0.0, 1 - step / s.span),
+SHAPES: dict[str, Callable[[Schedule, int], float]] = {  # `elapsed`: steps since the warm-up
+    "constant": lambda s, elapsed: 1.0,
+    "plateau": lambda s, elapsed: 1.0,
+    "linear": lambda s, elapsed: max(0.0, 1 - elapsed / s.span),
     "cosine": _cosine,
-    "cosine_with_restarts": _restarts,
-    "polynomial": lambda s, step: max(0.0, 1 - step / s.span) ** s.power,
-    "exponential": lambda s, step: s.gamma ** (step / s.span),
-    "inverse_sqrt": lambda s, step: math.sqrt(max(1, s.warmup) / (max(1, s.warmup) + step)),
-    "wsd": _stable_decay,
+    "cosine_with_restarts": _cosine_with_restarts,
+    "polynomial": lambda s, elapsed: max(0.0, 1 - elapsed / s.span) ** s.power,
+    "exponential": lambda s, elapsed: s.gamma ** (elapsed / s.span),
+    "inverse_sqrt": lambda s, elapsed: math.sqrt(max(1, s.warmup) / (max(1, s.warmup) + elapsed)),
+    "wsd": _warmup_stable_decay,
 }
 
 

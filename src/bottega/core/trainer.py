@@ -59,7 +59,7 @@ class Trainer:
 
     `recover(progress, step)` handles a step whose loss or gradient was not finite: it returns the step to continue from
     (rollback), or raises. `score` and `summarise` add evaluation metrics that are not means over examples: the first
-    from the rows (F1), the second from the means (perplexity).
+    from the rows (F1), the second from the means (perplexity). `sample` writes samples and returns their folder.
     """
 
     engine: Engine
@@ -81,12 +81,12 @@ class Trainer:
 
     def run(self) -> Progress:
         """Train to the last step, an early stop or an error; return the progress."""
-        p = self.progress
+        progress = self.progress
         error: BaseException | None = None
         try:
             for callback in self.callbacks:
-                callback.load_state_dict(p.notes.get(callback.name, {}))
-                callback.start(p)
+                callback.load_state_dict(progress.callback_states.get(callback.name, {}))
+                callback.start(progress)
             with self.signals:
                 self._train()
                 if self.saver:
@@ -98,25 +98,26 @@ class Trainer:
             raise
         finally:
             for callback in self.callbacks:
-                callback.finish(p, error)
-        return p
+                callback.finish(progress, error)
+        return progress
 
     def _train(self) -> None:
-        p, engine, every = self.progress, self.engine, self.cadences
-        engine.rate_scale = p.rate_scale
+        progress, engine, cadences = self.progress, self.engine, self.cadences
+        engine.learning_rate_scale = progress.learning_rate_scale
         self._log_start = self._saved_at = time.perf_counter()
         self._wait_seconds, self._num_units, self._num_steps = 0.0, 0.0, 0
-        if self._is_evaluation_due() and p.evaluated < p.step:
+        if self._is_evaluation_due() and progress.evaluated_step < progress.step:
             self._evaluate()  # a signal ended the previous process between its checkpoint and this evaluation
             self._save()
             if self._is_stop_requested():
                 self._raise_interrupted()
-        if self.sample and self.has_sample and p.step and self._is_sample_due() and not self.has_sample(p):
-            self._notify("after_sample", self.sample(p))  # the previous process ended between checkpoint and sample
-        stream = self.batches(p.step)
+        is_sample_due = progress.step > 0 and self._is_sample_due()
+        if self.sample and self.has_sample and is_sample_due and not self.has_sample(progress):
+            self._notify("after_sample", self.sample(progress))  # the previous process ended before this sample
+        stream = self.batches(progress.step)
         metrics: dict[str, Any] = {}
-        end = p.total if self.pause_at is None else min(p.total, self.pause_at)
-        while p.step < end and p.stop is None:
+        end = progress.total if self.pause_at is None else min(progress.total, self.pause_at)
+        while progress.step < end and progress.stop is None:
             wait_start = time.perf_counter()
             try:
                 batch = next(stream, None)
@@ -127,39 +128,39 @@ class Trainer:
                 self._raise_interrupted()
             self._wait_seconds += time.perf_counter() - wait_start
             if batch is None:
-                raise DataError(f"the data ended at step {p.step} of {p.total}")
-            metrics = engine.train_step(p.step, batch)
-            p.step += 1
-            p.samples = self.batches.samples_before(p.step)
+                raise DataError(f"the data ended at step {progress.step} of {progress.total}")
+            metrics = engine.train_step(progress.step, batch)
+            progress.step += 1
+            progress.samples = self.batches.samples_before(progress.step)
             self._num_units += metrics.pop("units", 0.0)
             self._num_steps += 1
             if self.saver:
                 self.saver.poll()
             is_stopping = self._is_stop_requested()
-            is_last = p.step >= end
+            is_last = progress.step >= end
             is_evaluation_due = self._is_evaluation_due()
-            is_save_due = self._is_due(every.save, p.step) or is_last or is_stopping or self._is_save_time()
+            is_save_due = self._is_due(cadences.save, progress.step) or is_last or is_stopping or self._is_save_time()
             is_sample_due = self._is_sample_due()
-            if is_last or is_evaluation_due or is_save_due or is_sample_due or self._is_due(every.log, p.step):
-                step = p.step
+            step = progress.step
+            if is_last or is_evaluation_due or is_save_due or is_sample_due or self._is_due(cadences.log, step):
                 self._log(metrics)
-                if p.step != step:  # rolled back
-                    stream = self.batches(p.step)
+                if progress.step != step:  # rolled back
+                    stream = self.batches(progress.step)
                     continue
             if is_evaluation_due and not is_stopping:
                 is_save_due = self._evaluate() or is_save_due
                 is_stopping = self._is_stop_requested()
                 is_save_due = is_save_due or is_stopping
-            if is_save_due or p.stop is not None:
+            if is_save_due or progress.stop is not None:
                 self._save()
             if is_stopping:
                 self._raise_interrupted()
             if is_sample_due and self.sample:  # last, so that a failing sample never costs a checkpoint
-                self._notify("after_sample", self.sample(p))
+                self._notify("after_sample", self.sample(progress))
 
     def _is_sample_due(self) -> bool:
-        p, every = self.progress, self.cadences.sample
-        return self._is_due(every, p.step) or (p.step >= p.total and every > 0)
+        progress, every = self.progress, self.cadences.sample
+        return self._is_due(every, progress.step) or (progress.step >= progress.total and every > 0)
 
     def _is_stop_requested(self) -> bool:
         return self.engine.any_rank(self.signals.received is not None)
@@ -168,8 +169,8 @@ class Trainer:
         return every > 0 and step > 0 and step % every == 0
 
     def _is_evaluation_due(self) -> bool:
-        p, every = self.progress, self.cadences.evaluate
-        return self._is_due(every, p.step) or (every > 0 and (p.step >= p.total or p.step in self.cadences.evaluate_at))
+        step, every, extra_steps = self.progress.step, self.cadences.evaluate, self.cadences.evaluate_at
+        return self._is_due(every, step) or (every > 0 and (step >= self.progress.total or step in extra_steps))
 
     def _is_save_time(self) -> bool:
         limit = self.cadences.save_seconds
@@ -177,19 +178,19 @@ class Trainer:
 
     def _log(self, metrics: dict[str, Any]) -> None:
         """Fetch the metrics, which waits for the device; handle non-finite steps; call the callbacks."""
-        p = self.progress
+        progress = self.progress
         values = self.engine.fetch(metrics)
         if num_bad_steps := int(values.pop("bad_steps", 0)):
-            first_bad_step = p.step - num_bad_steps
+            first_bad_step = progress.step - num_bad_steps
             if self.recover is None:
                 raise Diverged(f"the loss or a gradient was not finite at step {first_bad_step + 1}")
-            p.step = self.recover(p, first_bad_step)
-            if p.step <= first_bad_step:
+            progress.step = self.recover(progress, first_bad_step)
+            if progress.step <= first_bad_step:
                 self._rewind()
                 return
         seconds = max(time.perf_counter() - self._log_start, 1e-9)
-        samples_before = self.batches.samples_before
-        values["samples_per_second"] = (samples_before(p.step) - samples_before(p.step - self._num_steps)) / seconds
+        first_step, samples_before = progress.step - self._num_steps, self.batches.samples_before
+        values["samples_per_second"] = (samples_before(progress.step) - samples_before(first_step)) / seconds
         values["units_per_second"] = self._num_units / seconds
         values["data_wait"] = min(1.0, self._wait_seconds / seconds)
         values["step_seconds"] = seconds / max(1, self._num_steps)
@@ -198,11 +199,11 @@ class Trainer:
 
     def _rewind(self) -> None:
         """Restore the state of engine and callbacks from the rolled-back progress, as a resume would."""
-        p = self.progress
-        self.engine.rate_scale = p.rate_scale
+        progress = self.progress
+        self.engine.learning_rate_scale = progress.learning_rate_scale
         for callback in self.callbacks:
-            callback.load_state_dict(p.notes.get(callback.name, {}))
-            callback.rewind(p)
+            callback.load_state_dict(progress.callback_states.get(callback.name, {}))
+            callback.rewind(progress)
         self._reset_clock()
 
     def _reset_clock(self) -> None:
@@ -212,7 +213,7 @@ class Trainer:
     def _evaluate(self) -> bool:
         """Evaluate, call the callbacks, and return whether this is the best result so far and so worth saving."""
         assert self.validation is not None, "an evaluation cadence needs validation data"
-        p = self.progress
+        progress = self.progress
         try:
             with self.engine.evaluating():
                 batches = self._yield_until_stopped(self.validation())
@@ -224,12 +225,12 @@ class Trainer:
                 f"evaluation.metric: {self.best_metric.metric!r} is not measured; choose from {', '.join(metrics)}"
             )
         value = metrics[self.best_metric.metric]
-        has_improved = math.isfinite(value) and self.best_metric.is_better(value, p.best)
+        has_improved = math.isfinite(value) and self.best_metric.is_better(value, progress.best)
         if has_improved:
-            p.best, p.best_step = value, p.step
-        p.evaluated = p.step
+            progress.best, progress.best_step = value, progress.step
+        progress.evaluated_step = progress.step
         self._notify("after_eval", metrics)
-        self.engine.rate_scale = p.rate_scale
+        self.engine.learning_rate_scale = progress.learning_rate_scale
         self._reset_clock()
         return has_improved
 
@@ -250,13 +251,13 @@ class Trainer:
     def _save(self) -> None:
         if self.saver is None:
             return
-        p = self.progress
+        progress = self.progress
         self.saver.wait()  # the engine may reuse the buffers of the last snapshot
-        p.notes = {c.name: note for c in self.callbacks if (note := c.state_dict())}
-        p.micro_batch_size = self.engine.micro_batch_size
+        progress.callback_states = {c.name: state for c in self.callbacks if (state := c.state_dict())}
+        progress.micro_batch_size = self.engine.micro_batch_size
         snapshot = self.engine.snapshot()
         if self.engine.rank == 0:
-            self.saver.save(snapshot, p)
+            self.saver.save(snapshot, progress)
         self._saved_at = time.perf_counter()
 
     def _raise_interrupted(self) -> NoReturn:
@@ -286,16 +287,16 @@ def evaluate(
 def evaluate_with_rows(engine: Engine, batches: Iterator[Batch]) -> tuple[dict[str, float], Rows]:
     """Return the mean metrics over a data set and its rows. Both stay on the device until the last batch."""
     totals: Sums = {}
-    parts: list[dict[str, Any]] = []
+    batch_rows: list[dict[str, Any]] = []
     for batch in batches:
         sums, rows = engine.eval_step(batch)
         for name, (value, count) in sums.items():
             previous = totals.get(name, (0.0, 0.0))
             totals[name] = (previous[0] + value, previous[1] + count)
         if rows:
-            parts.append(rows)
+            batch_rows.append(rows)
     if not totals:
         raise DataError("the validation data has no samples; add data or remove data.validation")
-    values = engine.fetch({f"{name}/{i}": part for name, pair in totals.items() for i, part in enumerate(pair)})
+    values = engine.fetch({f"{name}/{i}": value for name, pair in totals.items() for i, value in enumerate(pair)})
     means = {name: values[f"{name}/0"] / count if (count := values[f"{name}/1"]) else math.nan for name in totals}
-    return means, engine.fetch_rows(parts) if parts else {}
+    return means, engine.fetch_rows(batch_rows) if batch_rows else {}

@@ -29,8 +29,8 @@ Models = Mapping[str, Any]
 class Loss(NamedTuple):
     """Output of `Task.loss` for one (micro-)batch.
 
-    Each term is a sum over examples and a weight. Its count comes from `Task.counts` over the whole global batch, so the
-    engine back-propagates sum(weight * total / count), and any split gives the same mean.
+    Each term is a sum over examples, `total`, and a weight. Its count comes from `Task.counts` over the whole global batch,
+    so the engine back-propagates the sum over terms of weight * total / count, and any split gives the same mean.
     """
 
     terms: dict[str, tuple[Array, float]]

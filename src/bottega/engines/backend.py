@@ -18,7 +18,7 @@ BACKENDS = {"torch": "bottega.engines.torch.backend:TorchBackend"}
 
 
 class MemoryEstimate(NamedTuple):
-    """Bytes that training needs at every step, independent of the batch, and the number of parameters."""
+    """Bytes that training needs whatever the batch size, by what they hold, and the number of parameters."""
 
     num_parameters: int
     weights: int
@@ -28,7 +28,7 @@ class MemoryEstimate(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Bytes of all parts together."""
+        """Bytes of weights, gradients, optimizer state and weight average together."""
         return self.weights + self.gradients + self.optimizer + self.average
 
 
@@ -76,7 +76,7 @@ class Backend(ABC):
 
     @abstractmethod
     def describe_optimizer(self, task: Task, training: Training, *, seed: int) -> list[str]:
-        """Return a note for each choice that the optimizer makes by the shape of parameters."""
+        """Return notes for the user on choices that depend on the parameters' shapes, such as which optimizer trains them."""
 
     @abstractmethod
     def estimate_memory(self, task: Task, training: Training, *, seed: int, is_frozen: bool = False) -> MemoryEstimate:

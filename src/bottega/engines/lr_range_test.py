@@ -96,9 +96,9 @@ def sweep_learning_rates(
     running_mean, best, diverged = 0.0, math.inf, False
     with closing(batches(first_step)) as stream:
         for number, batch in zip(range(steps + 1), stream, strict=False):
-            report = engine.fetch(engine.train_step(first_step + number, batch))
-            loss = report["loss"]
-            diverged = bool(report.get("bad_steps", 0)) or not math.isfinite(loss)
+            metrics = engine.fetch(engine.train_step(first_step + number, batch))
+            loss = metrics["loss"]
+            diverged = bool(metrics.get("bad_steps", 0)) or not math.isfinite(loss)
             if diverged:
                 break
             losses.append(loss)
@@ -124,44 +124,45 @@ def analyse_sweep(sweep: RateSweep, *, low: float, high: float, steps: int) -> R
     start = float(sweep.losses[: max(3, steps // 10)].mean())
     # Capped, because diverging losses would bend the lines fitted beside them.
     capped_losses = np.minimum(sweep.losses_after_update, start + max(start - float(sweep.losses.min()), 1e-12))
-    width = max(2, round(HALF_WIDTH_DECADES * steps / math.log10(high / low)))
-    smoothed, slope = _fit_local_lines(capped_losses, width)
-    lowest = int(smoothed.argmin())
-    losses_near_minimum = capped_losses[max(0, lowest - width) : lowest + width + 1]
+    half_width = max(2, round(HALF_WIDTH_DECADES * steps / math.log10(high / low)))
+    smoothed, slope = _fit_local_lines(capped_losses, half_width)
+    lowest_index = int(smoothed.argmin())
+    losses_near_minimum = capped_losses[max(0, lowest_index - half_width) : lowest_index + half_width + 1]
     # A robust standard deviation, unaffected by diverging losses.
     noise = 1.4826 * float(np.median(np.abs(capped_losses - smoothed)))
     standard_error = noise * math.sqrt(1 / max(3, steps // 10) + 1 / len(losses_near_minimum))
-    decrease, between = start - float(losses_near_minimum.mean()), f"between the rates {low:g} and {sweep.rates[-1]:g}"
-    if lowest == 0 or decrease <= 1e-3 * abs(start):
+    decrease = start - float(losses_near_minimum.mean())
+    tested_range = f"between the rates {low:g} and {sweep.rates[-1]:g}"
+    if lowest_index == 0 or decrease <= 1e-3 * abs(start):
         raise UsageError(
-            f"the loss never falls {between} (it starts at {start:.4g}); try another range (--min, --max), or set "
+            f"the loss never falls {tested_range} (it starts at {start:.4g}); try another range (--min, --max), or set "
             "training.learning_rate to a number"
         )
     if decrease <= MIN_STANDARD_ERRORS * standard_error:
         raise UsageError(
-            f"{between} the loss falls only from {start:.4g} to {start - decrease:.4g}, while batches differ by {noise:.2g}; "
+            f"{tested_range} the loss falls only from {start:.4g} to {start - decrease:.4g}, while batches differ by {noise:.2g}; "
             "use a larger training.batch_size or more --steps, or set training.learning_rate to a number"
         )
-    steepest = int(slope[: lowest + 1].argmin())
-    indices_above_start = lowest + np.flatnonzero(smoothed[lowest:] > start)
-    end = int(indices_above_start[0]) if len(indices_above_start) else len(sweep.rates) - 1
+    steepest_index = int(slope[: lowest_index + 1].argmin())
+    indices_above_start = lowest_index + np.flatnonzero(smoothed[lowest_index:] > start)
+    divergence_index = int(indices_above_start[0]) if len(indices_above_start) else len(sweep.rates) - 1
     return RangeTestResult(
-        steepest=float(sweep.rates[steepest]),
-        minimum=float(sweep.rates[lowest]),
+        steepest=float(sweep.rates[steepest_index]),
+        minimum=float(sweep.rates[lowest_index]),
         start_loss=start,
-        lowest_loss=float(smoothed[lowest]),
+        lowest_loss=float(smoothed[lowest_index]),
         smoothed=smoothed,
-        is_still_falling=not sweep.diverged and lowest == len(smoothed) - 1,
-        diverges_at=float(sweep.rates[end]) if sweep.diverged else None,
+        is_still_falling=not sweep.diverged and lowest_index == len(smoothed) - 1,
+        diverges_at=float(sweep.rates[divergence_index]) if sweep.diverged else None,
     )
 
 
-def _fit_local_lines(values: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Fit a line around each point, weighted by distance; return its height and slope at each point."""
+def _fit_local_lines(values: np.ndarray, half_width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Fit a line to the values within `half_width` of each point, the nearer the heavier; return its heights and slopes there."""
     positions = np.arange(len(values))
     heights, slopes = np.empty(len(values)), np.empty(len(values))
     for position in positions:
         offsets = positions - position
-        weight = np.maximum(0.0, 1 - (offsets / (width + 1)) ** 2)
+        weight = np.maximum(0.0, 1 - (offsets / (half_width + 1)) ** 2)
         slopes[position], heights[position] = np.polyfit(offsets, values, 1, w=np.sqrt(weight))
     return heights, slopes

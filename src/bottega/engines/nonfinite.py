@@ -52,7 +52,7 @@ class NonfiniteRecovery:
         self._num_skipped = self._num_rollbacks = 0
 
     def __call__(self, progress: Progress, bad_step: int) -> int:
-        """Handle the bad step `first`, counted from 0, and return the step to continue from."""
+        """Handle the first non-finite step, counted from 0, and return the step to continue from."""
         if self.policy == "skip":
             self._num_skipped += progress.step - bad_step
             self.engine.reset_bad_steps()
@@ -90,8 +90,8 @@ class NonfiniteRecovery:
         self._num_rollbacks += 1
         self.engine.load(path)
         skip_steps = sorted({*progress.skip_steps, bad_step})
-        saved = Progress.from_json(checkpoint.read_progress(path))
-        for name, value in vars(saved).items():
+        saved_progress = Progress.from_json(checkpoint.read_progress(path))
+        for name, value in vars(saved_progress).items():
             setattr(progress, name, value if name != "total" else progress.total)
         progress.skip_steps = skip_steps
         self.engine.skip_steps = frozenset(skip_steps)
@@ -99,7 +99,7 @@ class NonfiniteRecovery:
         return manifest.step
 
     def _save_report(self, step: int) -> str:
-        """Save the batch, its sample numbers and the first non-finite module; return a summary."""
+        """Save the batch, the indices of its samples and the first non-finite module; return a one-line summary."""
         indices, epochs = self.loader.indices(step)
         batch = self.loader.batch(step)
         folder = self.folder / f"step-{step + 1:08d}"

@@ -178,7 +178,7 @@ def load_progress(path: Path, *, loader: Loader, total: int, report: Callable[[s
     progress.total = total
     if progress.samples != loader.samples_before(progress.step):
         # Steps are renumbered, so the number of the best step is no longer valid.
-        progress.step = progress.evaluated = loader.step_at(progress.samples)
+        progress.step = progress.evaluated_step = loader.step_at(progress.samples)
         progress.best_step, progress.skip_steps = 0, []
         report(
             f"the batch size is now {loader.batch_size_at(progress.step)}, so {progress.samples} samples are step {progress.step}"

@@ -62,8 +62,8 @@ def _check_options(task: InjectedTask, model: Any, recipe: Recipe) -> tuple[str,
     """Raise if training.groups or training.freeze match only frozen parameters; return notes on the options."""
     task.check_patterns((group.pattern for group in recipe.training.groups), model, key="training.groups")
     freeze = recipe.training.freeze or ()
-    if BACKBONE in freeze and not any(part == BACKBONE for part, _ in model.named_children()):
-        # Resolved to layers, backbone would leave out the injected layers of the last block, against the intention.
+    if BACKBONE in freeze and not any(name == BACKBONE for name, _ in model.named_children()):
+        # Without such a module, `backbone` is every layer but the last: it would freeze most of the injected layers.
         raise UsageError(f"training.freeze: {BACKBONE}: {task.key} already freezes the base model; remove it")
     task.check_patterns(freeze, model, key="training.freeze")
     return tuple(task.notes(model))

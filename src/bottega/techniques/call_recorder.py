@@ -91,10 +91,10 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     return max(block_lists, key=len, default=[])
 
 
-def match_blocks(own: Sequence[nn.Module], theirs: Sequence[nn.Module]) -> list[tuple[nn.Module, nn.Module]]:
+def match_blocks(first: Sequence[nn.Module], second: Sequence[nn.Module]) -> list[tuple[nn.Module, nn.Module]]:
     """Pair the blocks of two models at the same relative depth, as many as the shallower one has."""
-    count = min(len(own), len(theirs))
-    return [(own[len(own) * i // count - 1], theirs[len(theirs) * i // count - 1]) for i in range(1, count + 1)]
+    count = min(len(first), len(second))
+    return [(first[len(first) * i // count - 1], second[len(second) * i // count - 1]) for i in range(1, count + 1)]
 
 
 @contextmanager

@@ -41,7 +41,7 @@ class InjectedTask(WrappedTask):
     train: tuple[str, ...] = ()
     """Modules of the base model that are trained in full: prefixes of names, or patterns over whole names."""
     random_modules: tuple[str, ...] = ()
-    """The same, for randomly initialised modules such as a new head; the model may lack some of them."""
+    """Randomly initialised modules, such as a new head, that are trained in full as well; the model may lack some of them."""
     start: str | None = None
     """The folder of an adapter to start from; only `load_start` reads it."""
 
@@ -88,7 +88,7 @@ class InjectedTask(WrappedTask):
         names = [name for name, _ in model.named_parameters()]
         for pattern in patterns:
             check_pattern(pattern, key=key)
-            matches = [name for name in names if matches_part(pattern, name)]
+            matches = [name for name in names if matches_module(pattern, name)]
             if matches and not any(map(self.is_trainable, matches)):
                 raise UsageError(
                     f"{key}: {pattern!r} matches {matches[0]} of the base model, which {self.key} freezes; remove it, or "
@@ -108,14 +108,14 @@ class InjectedTask(WrappedTask):
 
     def is_fully_trained(self, name: str) -> bool:
         """Return whether a parameter of the base model is trained in full, by `train` or `random_modules`."""
-        return any(matches_part(pattern, name) for pattern in (*self.train, *self.random_modules))
+        return any(matches_module(pattern, name) for pattern in (*self.train, *self.random_modules))
 
     def _check_and_inject(self, models: Models, seed: int) -> None:
         model = models["model"]
         names = [name for name, _ in model.named_parameters()]
         for pattern in self.train:
             check_pattern(pattern, key=f"{self.key}.train")
-            if not any(matches_part(pattern, name) for name in names):
+            if not any(matches_module(pattern, name) for name in names):
                 modules = ", ".join(sorted({name.partition(".")[0] for name in names}))
                 raise UsageError(
                     f"{self.key}.train: {pattern!r} is not a module and matches no parameter; the model has {modules}"
@@ -123,7 +123,7 @@ class InjectedTask(WrappedTask):
         self.inject(model, seed)
 
 
-def matches_part(pattern: str, name: str) -> bool:
+def matches_module(pattern: str, name: str) -> bool:
     """Return whether a parameter or layer is inside the module `pattern`, such as `layers.0`, or matches it as a
     regular expression."""
     return name == pattern or name.startswith(f"{pattern}.") or re.fullmatch(pattern, name) is not None

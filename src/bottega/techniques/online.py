@@ -78,14 +78,19 @@ def _evaluate_in_parts(engine: Engine, batch: Batch, *, max_examples: int | None
 
 
 def _weight_new_samples(batch: Batch, loader: Loader, step: int) -> dict[str, Any]:
-    """Return the batch for evaluation, with weight 0 for replayed samples, which were trained on before."""
+    """Return the batch for evaluation, with weight 0 for replayed samples, which were trained on before.
+
+    `index` is the position of each sample in the stream, which its noise depends on.
+    """
     size = loader.batch_size_at(step) // loader.data_size
     positions = loader.samples_before(step) + loader.data_rank * size + np.arange(size)
     source, order = loader.source, loader.order
     assert order is not None
     if isinstance(source, Zip) and source.orders is not None:
-        parts = {name: _mask_replayed(batch[name], part_order, positions) for name, part_order in source.orders.items()}
-        return {**batch, **parts, "index": positions}
+        task_batches = {
+            name: _mask_replayed(batch[name], task_order, positions) for name, task_order in source.orders.items()
+        }
+        return {**batch, **task_batches, "index": positions}
     return {**_mask_replayed(batch, order, positions), "index": positions}
 
 

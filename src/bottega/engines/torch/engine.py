@@ -138,7 +138,7 @@ class TorchEngine(Engine):
         if self._is_fused:
             torch.compiler.cudagraph_mark_step_begin()
         size = batch_length(batch)
-        rate = self.rate(step) * self.rate_scale
+        rate = self.rate(step) * self.learning_rate_scale
         optimizers.set_learning_rate(self.optimizers, rate)
         counts = ranks.sum_over_ranks(self.task.counts(batch))
         self._ensure_optimizer_state()
@@ -272,8 +272,8 @@ class TorchEngine(Engine):
         with self._weight_average.averaged_weights():
             return evaluation.evaluate_batch(self, batch, task or self.task, with_rows=with_rows)
 
-    def fetch_rows(self, parts: Sequence[Mapping[str, Tensor]]) -> Rows:
-        return sort_rows({name: torch.cat([part[name] for part in parts]).cpu().numpy() for name in parts[0]})
+    def fetch_rows(self, batch_rows: Sequence[Mapping[str, Tensor]]) -> Rows:
+        return sort_rows({n: torch.cat([rows[n] for rows in batch_rows]).cpu().numpy() for n in batch_rows[0]})
 
     def fetch(self, metrics: Mapping[str, Any]) -> dict[str, float]:
         return fetch_metrics(metrics, self.device)

@@ -1,4 +1,4 @@
-"""Gradients beyond a plain backward: their norm and clipping, of a penalty, combined by PCGrad, and summed over ranks."""
+"""Gradient computations beyond a plain backward: norm and clipping, penalties, sums over ranks, and PCGrad."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ class PCGrad:
         self.parameters = list(parameters)
         self.gradients: dict[str, list[Tensor]] = {}
 
-    def backward(self, terms: Mapping[str, Tensor]) -> None:
-        """Add the gradients of one micro-batch, task by task."""
+    def backward(self, losses: Mapping[str, Tensor]) -> None:
+        """Add the gradients of one micro-batch, from the loss of each task."""
         trainable = [p for p in self.parameters if p.requires_grad]
-        for number, (name, value) in enumerate(terms.items()):
-            is_last = number + 1 == len(terms)
-            partial = torch.autograd.grad(value, trainable, retain_graph=not is_last, allow_unused=True)
+        for number, (name, loss) in enumerate(losses.items()):
+            is_last = number + 1 == len(losses)
+            partial = torch.autograd.grad(loss, trainable, retain_graph=not is_last, allow_unused=True)
             gradients = [torch.zeros_like(p) if g is None else g for p, g in zip(trainable, partial, strict=True)]
             accumulated = self.gradients.get(name)
             self.gradients[name] = (

@@ -43,6 +43,7 @@ GRACE_SECONDS = 5.0
 FAILURE_GRACE_SECONDS = 60.0
 """Seconds to wait after another rank failed: all ranks may fail in the same way, and each reports its error once its checkpoint is written."""
 TICK_SECONDS = 1.0
+"""Longest wait between two checks of the other ranks."""
 FAILED, FINISHED = 1 << 39, 1 << 40
 """Added to the beats of a rank whose training has failed, or has finished."""
 TRAINING_NUMBERS = itertools.count()
@@ -82,22 +83,23 @@ class Heartbeat:
         self.rank, self.world_size, self.log = rank, world_size, log
         local_size = World.from_environment().local_size
         watched_ranks = [
-            other
-            for other in range(world_size)
-            if other != rank and (rank == 0 or other == 0 or _is_same_node(other, rank, local_size))
+            peer_rank
+            for peer_rank in range(world_size)
+            if peer_rank != rank and (rank == 0 or peer_rank == 0 or _is_same_node(peer_rank, rank, local_size))
         ]
-        self.peers = [Peer(other, _is_same_node(other, rank, local_size)) for other in watched_ranks]
-        self.number = next(TRAINING_NUMBERS)
+        self.peers = [Peer(peer_rank, _is_same_node(peer_rank, rank, local_size)) for peer_rank in watched_ranks]
+        self.training_number = next(TRAINING_NUMBERS)
         self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self._closed, self._wake = threading.Event(), threading.Event()
         self._last_exchange = time.monotonic()
         self._verdict: str | None = None
         """Why the job ends, as this rank or another has determined."""
         self._outcome = FINISHED
+        """Added to this rank's beats at the end."""
         self._store_error: str | None = "no response"
         """Why there is no connection to the store; None while connected."""
         self._is_published = threading.Event()
-        self._beat_thread = threading.Thread(target=self._exchange, name="bottega-heartbeat", daemon=True)
+        self._beat_thread = threading.Thread(target=self._exchange_beats, name="bottega-heartbeat", daemon=True)
         self._watch_thread = threading.Thread(target=self._watch, name="bottega-ranks", daemon=True)
 
     def __enter__(self) -> Self:
@@ -128,9 +130,9 @@ class Heartbeat:
 
     # Beats, in a thread that may block on the store.
 
-    def _exchange(self) -> None:
+    def _exchange_beats(self) -> None:
         try:
-            store = _connect(self.rank, self.number)
+            store = _connect(self.rank, self.training_number)
             store.set(f"{self.rank}/who", json.dumps(_get_process_identity()))
         except Exception as error:  # _watch reports it when no beat arrives
             self._store_error = (str(error) or type(error).__name__).splitlines()[0]
@@ -169,10 +171,10 @@ class Heartbeat:
             self._is_published.set()
 
     def _identify(self, peer: Peer, identity: dict[str, Any]) -> None:
-        own = _get_process_identity()
+        own_identity = _get_process_identity()
         peer.last_seen = time.monotonic()
-        if (identity["host"], identity["namespace"]) == (own["host"], own["namespace"]):
-            _attach(peer, identity["pid"])
+        if all(identity[key] == own_identity[key] for key in ("host", "namespace")):
+            _monitor_process(peer, identity["pid"])
         peer.host = str(identity["host"])
 
     # Decisions, in a thread that never blocks.
@@ -213,7 +215,7 @@ class Heartbeat:
                 peer.end, peer.ended_at = "ended with an error", now
             return f"{peer.name} {peer.end}" if now - peer.ended_at > FAILURE_GRACE_SECONDS else None
         if peer.process is None and peer.is_local and now - peer.last_seen > GRACE_SECONDS:
-            _attach(peer, _find_sibling(peer.rank))  # it has not joined yet, but may only be slow
+            _monitor_process(peer, _find_sibling_pid(peer.rank))  # it has not joined yet, but may only be slow
         stop_signal = None
         if peer.process is not None:
             if peer.end is None:
@@ -274,12 +276,12 @@ def watch_ranks(log: Path) -> Heartbeat | None:
     return Heartbeat(world.rank, world.size, log=log if world.is_main else None)
 
 
-def _is_same_node(rank: int, other: int, num_local: int) -> bool:
+def _is_same_node(rank: int, other_rank: int, local_size: int) -> bool:
     """Return whether two ranks are on one node; launchers number ranks node by node."""
-    return rank // num_local == other // num_local
+    return rank // local_size == other_rank // local_size
 
 
-def _connect(rank: int, number: int) -> Any:
+def _connect(rank: int, training_number: int) -> Any:
     """Return the launcher's store, or that of rank 0 if the launcher has none, with a key prefix for this start and training run."""
     has_agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = dist.TCPStore(
@@ -290,7 +292,7 @@ def _connect(rank: int, number: int) -> Any:
         wait_for_workers=False,
         multi_tenant=True,
     )
-    return dist.PrefixStore(f"bottega/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{number}", store)
+    return dist.PrefixStore(f"bottega/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{training_number}", store)
 
 
 def _get_process_identity() -> dict[str, Any]:
@@ -300,8 +302,8 @@ def _get_process_identity() -> dict[str, Any]:
     return {"host": socket.gethostname(), "pid": os.getpid(), "namespace": namespace}
 
 
-def _attach(peer: Peer, pid: int | None) -> None:
-    """Start monitoring the process of a rank on this node."""
+def _monitor_process(peer: Peer, pid: int | None) -> None:
+    """Start monitoring the process of a rank on this node; does nothing without a pid."""
     if pid is not None and (peer.process is None or peer.process.pid != pid):
         with suppress(psutil.Error):
             process = psutil.Process(pid)
@@ -309,7 +311,7 @@ def _attach(peer: Peer, pid: int | None) -> None:
             peer.host = peer.host or socket.gethostname()
 
 
-def _find_sibling(rank: int) -> int | None:
+def _find_sibling_pid(rank: int) -> int | None:
     """Return the pid of the process that our launcher has started as this rank."""
     with suppress(psutil.Error):
         for child in psutil.Process(os.getppid()).children():

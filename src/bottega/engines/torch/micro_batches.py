@@ -30,7 +30,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def fit_micro_batch(engine: TorchEngine, step: int, batch: Batch, counts: Mapping[str, float], size: int) -> None:
-    """Set the micro-batch size before the first step if it can be determined; otherwise the first step halves it."""
+    """Set the micro-batch size before the first step if it can be determined; otherwise the first step halves it.
+
+    `batch` is on the device and has `size` examples, those of this rank; `counts` are those of the global batch.
+    """
     if engine.device.type == "cpu" and engine.training.compile is not True:
         _fit_on_cpu(engine, step, batch, counts, size)
     if engine.world_size > 1:

@@ -32,12 +32,12 @@ class FusedNoise(Noise):
     def _draw(self, distribution: str, name: str, shape: tuple[int, ...]) -> Tensor:
         # Passed as device tensors: an integer that changes every step would be recompiled, and the compiler treats a
         # symbolic integer as a float.
-        first, second = (
+        key_0, key_1 = (
             torch.full((), word, dtype=torch.int64, device=self.positions.device)
             for word in derive_key(self.seed, self.step, name)
         )
         count = math.prod(shape)
-        values = _compile_draw(distribution, len(self.positions), count)(first, second, self.positions)
+        values = _compile_draw(distribution, len(self.positions), count)(key_0, key_1, self.positions)
         return self._reshape(values, shape)
 
 
@@ -45,9 +45,9 @@ class FusedNoise(Noise):
 def _compile_draw(distribution: str, num_rows: int, count: int) -> Callable[..., Tensor]:
     """Return a separate function for each shape: the compiler gives up on one function after eight shapes."""
 
-    def draw(first: Tensor, second: Tensor, positions: Tensor) -> Tensor:
+    def draw(key_0: Tensor, key_1: Tensor, positions: Tensor) -> Tensor:
         rng = Noise(0, 0, positions, torch)
-        words = rng.random_words((first, second), count)
+        words = rng.random_words((key_0, key_1), count)
         return rng.to_normal(words) if distribution == "normal" else rng.to_uniform(words)
 
     # The limit counts code objects, so each function needs its own.

@@ -22,7 +22,9 @@ def build_optimizers(
     learning_rate: float,
     weight_decay: float,
 ) -> list[torch.optim.Optimizer]:
-    """Freeze the parameters that are never trained, and build the optimizers; each group has its `scale`.
+    """Freeze the parameters that are never trained, and build the optimizers.
+
+    Each parameter group has a `scale`, the factor of the learning rate that `set_learning_rate` applies.
 
     Weight decay applies to matrices only, unless a group sets it: norm gains and biases should not be pulled to 0.
     """
@@ -156,14 +158,14 @@ def load_state(
     optimizers: Sequence[torch.optim.Optimizer], names: Mapping[int, str], tensors: Mapping[str, Tensor]
 ) -> None:
     """Load the optimizer state; scalars such as step counters stay on the device where the optimizer keeps them."""
-    by_name: dict[str, dict[str, Tensor]] = {}
+    states_by_name: dict[str, dict[str, Tensor]] = {}
     for key, value in tensors.items():
-        name, _, state = key.rpartition("/")
-        by_name.setdefault(name, {})[state] = value
+        name, _, state_name = key.rpartition("/")
+        states_by_name.setdefault(name, {})[state_name] = value
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                loaded = by_name.get(names[id(parameter)], {})
+                loaded = states_by_name.get(names[id(parameter)], {})
                 is_fused = bool(optimizer.defaults.get("fused"))
                 optimizer.state[parameter] = {
                     key: value.to(parameter.device) if value.dim() or is_fused else value.clone()

@@ -30,7 +30,7 @@ def get_data_group() -> Any:
 
 
 def join_group(device: torch.device, world: World) -> World:
-    """Join the process group and return this process's place in it."""
+    """Join the process group, if there are several processes; return `world`, with rank 0 for a single process."""
     global _data_group
     _data_group = None
     if world.size == 1:

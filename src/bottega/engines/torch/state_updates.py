@@ -53,11 +53,11 @@ class BatchStats:
         if self.sums and dist.is_initialized():
             flat = torch.cat([value.flatten() for value in self.sums.values()])
             dist.all_reduce(flat, group=get_data_group())
-            parts = flat.split([value.numel() for value in self.sums.values()])
-            self.sums = {n: part.view_as(old) for (n, old), part in zip(self.sums.items(), parts, strict=True)}
+            totals = flat.split([value.numel() for value in self.sums.values()])
+            self.sums = {n: total.view_as(local) for (n, local), total in zip(self.sums.items(), totals, strict=True)}
         if not self.rows:
             return self.sums
-        rows = {name: torch.cat([part[name] for part in self.rows]) for name in self.rows[0]}
+        rows = {name: torch.cat([micro_batch_rows[name] for micro_batch_rows in self.rows]) for name in self.rows[0]}
         return {**self.sums, **gather_rows(rows, rows.pop(WEIGHT, None))}
 
 

@@ -28,8 +28,8 @@ class LocalSum:
 
 def sum_terms(terms: Mapping[str, tuple[Tensor, float]], counts: Mapping[str, float]) -> Tensor:
     """Return the loss: the sum over terms of weight * total / count."""
-    parts = [total * (weight / max(counts[name], 1e-12)) for name, (total, weight) in terms.items()]
-    return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
+    losses = [total * (weight / max(counts[name], 1e-12)) for name, (total, weight) in terms.items()]
+    return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
 
 def sum_terms_by_task(terms: Mapping[str, tuple[Tensor, float]], counts: Mapping[str, float]) -> dict[str, Tensor]:
@@ -63,20 +63,20 @@ def reduce_sums(sums: Sums, device: torch.device) -> Sums:
 def fetch_metrics(metrics: Mapping[str, Any], device: torch.device) -> dict[str, float]:
     """Return all metrics as floats, waiting for the device once. Means over nothing are left out."""
     values_by_name = dict(metrics)
-    local = {name: m for name, m in metrics.items() if isinstance(m, LocalSum)}
+    local_sums = {name: metric for name, metric in metrics.items() if isinstance(metric, LocalSum)}
     counts: dict[str, Tensor] = {}
-    if local:
-        pairs = torch.stack([_stack_value_and_count(m, device) for m in local.values()])
+    if local_sums:
+        pairs = torch.stack([_stack_value_and_count(local_sum, device) for local_sum in local_sums.values()])
         if dist.is_initialized():
             dist.all_reduce(pairs, group=get_data_group())
-        for (name, m), (value, count) in zip(local.items(), pairs, strict=True):
-            values_by_name[name] = value if m.count is None else value / count
-            if m.count is not None:
+        for (name, local_sum), (value, count) in zip(local_sums.items(), pairs, strict=True):
+            values_by_name[name] = value if local_sum.count is None else value / count
+            if local_sum.count is not None:
                 counts[name] = count
-    tensors = {name: m for name, m in values_by_name.items() if torch.is_tensor(m)}
+    tensors = {name: value for name, value in values_by_name.items() if torch.is_tensor(value)}
     scalars = [t.double() for t in (*tensors.values(), *counts.values())]
     values = torch.stack(scalars).tolist() if scalars else []
-    result = {name: float(m) for name, m in values_by_name.items() if name not in tensors}
+    result = {name: float(value) for name, value in values_by_name.items() if name not in tensors}
     result |= dict(zip(tensors, values, strict=False))
     empty_means = {name for name, count in zip(counts, values[len(tensors) :], strict=True) if not count}
     return {name: value for name, value in result.items() if name not in empty_means}
@@ -85,11 +85,11 @@ def fetch_metrics(metrics: Mapping[str, Any], device: torch.device) -> dict[str,
 def sort_rows(rows: Rows) -> Rows:
     """Return the rows in the order of the data set, whatever order it was read in."""
     rows = dict(rows)
-    order = rows.pop(SAMPLE_INDEX, None)
-    return rows if order is None else {name: values[np.argsort(order)] for name, values in rows.items()}
+    indices = rows.pop(SAMPLE_INDEX, None)
+    return rows if indices is None else {name: values[np.argsort(indices)] for name, values in rows.items()}
 
 
-def _stack_value_and_count(m: LocalSum, device: torch.device) -> Tensor:
+def _stack_value_and_count(local_sum: LocalSum, device: torch.device) -> Tensor:
     """Return a tensor (value, count), to be summed over ranks."""
-    count = 0.0 if m.count is None else m.count
-    return torch.stack([torch.as_tensor(x, dtype=torch.float64, device=device) for x in (m.value, count)])
+    count = 0.0 if local_sum.count is None else local_sum.count
+    return torch.stack([torch.as_tensor(x, dtype=torch.float64, device=device) for x in (local_sum.value, count)])

@@ -19,7 +19,7 @@ class UpdateGuard:
 
     def __init__(self, device: torch.device, dtype: torch.dtype, *, continues: bool) -> None:
         self._continues = continues
-        self._poison, self.bad_steps = (torch.zeros((), device=device) for _ in range(2))
+        self._nan_after_bad_step, self.bad_steps = (torch.zeros((), device=device) for _ in range(2))
         self.scale = torch.full((), 2.0**16, device=device) if dtype is torch.float16 else None
         self.growth = torch.zeros((), dtype=torch.int32, device=device)
 
@@ -30,12 +30,12 @@ class UpdateGuard:
     def check(self, probe: Tensor, *, is_skipped: bool) -> Tensor:
         """Return 1 on the device if the update must be skipped: `probe` is not finite, or `is_skipped`."""
         # x - x is 0 for a finite number and NaN for inf and NaN, so no sync with the device is needed.
-        probe = self._poison if is_skipped else (probe - probe) + self._poison
-        skip_update = probe.ne(0).float()
+        nan_if_bad = self._nan_after_bad_step if is_skipped else (probe - probe) + self._nan_after_bad_step
+        skip_update = nan_if_bad.ne(0).float()
         if self.scale is None:
             self.bad_steps += skip_update
             if not self._continues:
-                self._poison = probe  # from here on every update is skipped until the trainer has handled it
+                self._nan_after_bad_step = nan_if_bad  # skips all later updates until the trainer calls `reset`
         else:
             # fp16 overflows regularly: the update is skipped and the loss scale halved.
             torch._amp_update_scale_(self.scale, self.growth, skip_update, 2.0, 0.5, 2000)
@@ -44,7 +44,7 @@ class UpdateGuard:
 
     def reset(self) -> None:
         """Apply updates again, after the bad steps were handled."""
-        self._poison = torch.zeros_like(self._poison)
+        self._nan_after_bad_step = torch.zeros_like(self._nan_after_bad_step)
         self.bad_steps.zero_()
 
     def state(self) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ class WeightAverage:
         self.model = model
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad} if enabled else {}
         self.tensors: dict[str, Tensor] = {name: p.detach().clone() for name, p in trainable.items()}
-        self._is_in_place = False
+        self._is_swapped_in = False
 
     def reset(self) -> None:
         """Restart the average at the current weights."""
@@ -32,18 +32,18 @@ class WeightAverage:
     @contextlib.contextmanager
     def averaged_weights(self) -> Iterator[None]:
         """Context in which the model has the averaged weights. Copying is expensive, so nested contexts do nothing."""
-        if not self.tensors or self._is_in_place:
+        if not self.tensors or self._is_swapped_in:
             yield
             return
         parameters = dict(self.model.named_parameters())
         with torch.no_grad():
             original = {name: parameters[name].detach().clone() for name in self.tensors}
             try:
-                self._is_in_place = True
+                self._is_swapped_in = True
                 for name, average in self.tensors.items():
                     parameters[name].copy_(average)
                 yield
             finally:
-                self._is_in_place = False
+                self._is_swapped_in = False
                 for name, value in original.items():
                     parameters[name].copy_(value)

@@ -15,14 +15,14 @@ from bottega.engines.torch.ranks import get_data_group
 def wrap_in_ddp(model: Any, device: torch.device) -> Any:
     """Wrap the model in DDP, which averages gradients over ranks. No forward changes buffers, so they are not broadcast."""
     ddp = torch.nn.parallel.DistributedDataParallel
-    is_new = "forward_sync_buffers" in inspect.signature(ddp.__init__).parameters  # its name since torch 2.13
-    buffers: dict[str, Any] = {"forward_sync_buffers" if is_new else "broadcast_buffers": False}
+    has_new_name = "forward_sync_buffers" in inspect.signature(ddp.__init__).parameters  # since torch 2.13
+    no_broadcast: dict[str, Any] = {"forward_sync_buffers" if has_new_name else "broadcast_buffers": False}
     return ddp(
         model,
         device_ids=[device.index] if device.type == "cuda" else None,
         process_group=get_data_group(),
         gradient_as_bucket_view=True,
-        **buffers,
+        **no_broadcast,
     )
 
 
@@ -41,7 +41,10 @@ def compile_model(model: torch.nn.Module, *, graphs: bool) -> Any:
 
 
 def compile_frozen_models(models: Mapping[str, Any], *, always: bool) -> None:
-    """Compile the frozen models that support it: models that gradients pass through take most of the time."""
+    """Compile the frozen models that support it, unless one is small and not `always`.
+
+    Gradients pass through these models, so they may take most of the time of a step.
+    """
     for model in models.values():
         if hasattr(model, "compile_parts"):
             model.compile_parts(always=always)

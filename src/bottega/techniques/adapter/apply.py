@@ -20,8 +20,11 @@ def apply(plan: TrainingPlan, options: AdapterOptions, recipe: Recipe, workload:
     return apply_injection(plan, options, recipe, workload, name="adapter")
 
 
-def inject(task: Task, options: AdapterOptions, **shared: Any) -> Adapter:
-    """Wrap a task so that its model has adapters."""
+def inject(task: Task, options: AdapterOptions, **injection_options: Any) -> Adapter:
+    """Wrap a task so that its model has adapters.
+
+    `injection_options` are further fields of `InjectedTask`: `train` or `random_modules`, and `start`.
+    """
     from bottega.techniques.adapter.torch import Adapter
 
-    return Adapter(inner=task, size=options.size, targets=options.targets, **shared)
+    return Adapter(inner=task, size=options.size, targets=options.targets, **injection_options)

@@ -32,10 +32,10 @@ def compute_transfer_metrics(matrix: np.ndarray, *, maximise: bool) -> dict[str,
     its best. An improvement is positive transfer and negative forgetting, also for a metric that is minimised.
     """
     score = matrix if maximise else -matrix
-    last, own, best = score[-1, :-1], score.diagonal()[:-1], score[:-1, :-1].max(axis=0)
+    last, right_after, best = score[-1, :-1], score.diagonal()[:-1], score[:-1, :-1].max(axis=0)
     return {
         "average": float(matrix[-1].mean()),
-        "backward_transfer": float((last - own).mean()),
+        "backward_transfer": float((last - right_after).mean()),
         "forgetting": float((best - last).mean()),
     }
 
@@ -52,6 +52,7 @@ class ForgettingMatrix(Callback):
         """The first step of each source."""
         self.metric = best_metric.metric
         self.rows: dict[int, list[float | None]] = {}
+        """The rows of the matrix so far, by the index of the source just trained on."""
         self._progress = Progress()
 
     @property
@@ -63,17 +64,18 @@ class ForgettingMatrix(Callback):
     def matrix(self) -> Matrix:
         """Row i: the metric of every source after training on source i; None where it was not evaluated."""
         count = len(self.names)
-        return [self.rows.get(turn, [None] * count) for turn in range(count)]
+        return [self.rows.get(index, [None] * count) for index in range(count)]
 
     def start(self, progress: Progress) -> None:
         self._progress = progress
 
     def state_dict(self) -> dict[str, Any]:
-        return {"metric": self.metric, "rows": {str(turn): row for turn, row in self.rows.items()}} if self.rows else {}
+        rows = {str(index): row for index, row in self.rows.items()}
+        return {"metric": self.metric, "rows": rows} if rows else {}
 
-    def load_state_dict(self, note: dict[str, Any]) -> None:
-        self.metric = str(note.get("metric", self.best_metric.metric))
-        self.rows = {int(turn): list(row) for turn, row in note.get("rows", {}).items()}
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.metric = str(state.get("metric", self.best_metric.metric))
+        self.rows = {int(index): list(row) for index, row in state.get("rows", {}).items()}
 
     def summarise(self, metrics: dict[str, float]) -> dict[str, float]:
         """Record the row of the matrix at the end of a source; at the end of the run, add the summary to `metrics`."""

@@ -43,44 +43,45 @@ class PerSourceMetrics(WrappedTask):
             return self.inner.loss(models, _drop_source(batch), rng)
         inputs, source = _drop_source(batch), batch["source"]
         # Each example passes the model once, with those of its source; the totals are sums over sources.
-        indices = [torch.nonzero(source == number)[:, 0] for number in range(len(self.names))]
-        indices.append(torch.nonzero((source < 0) | (source >= len(self.names)))[:, 0])
+        indices_by_source = [torch.nonzero(source == number)[:, 0] for number in range(len(self.names))]
+        indices_by_source.append(torch.nonzero((source < 0) | (source >= len(self.names)))[:, 0])
         losses = [
-            self.inner.loss(models, _select_examples(inputs, at), replace(rng, positions=rng.positions[at]))
-            if len(at)
+            self.inner.loss(models, _select_examples(inputs, indices), replace(rng, positions=rng.positions[indices]))
+            if len(indices)
             else None
-            for at in indices
+            for indices in indices_by_source
         ]
-        return self._merge_losses(losses, indices, len(source))
+        return self._merge_losses(losses, indices_by_source, num_examples=len(source))
 
-    def _merge_losses(self, losses: list[Loss | None], indices: list[Tensor], num_rows: int) -> Loss:
-        nonempty = [(part, at) for part, at in zip(losses, indices, strict=True) if part is not None]
+    def _merge_losses(self, losses: list[Loss | None], indices_by_source: list[Tensor], *, num_examples: int) -> Loss:
+        """Return the loss of the whole batch from those of each source; the last is of examples outside the sources."""
+        nonempty = [(loss, at) for loss, at in zip(losses, indices_by_source, strict=True) if loss is not None]
         reference = nonempty[0][0]
         terms = {
-            name: (_sum_values(part.terms[name][0] for part, _ in nonempty), w)
-            for name, (_, w) in reference.terms.items()
+            name: (_sum_values(loss.terms[name][0] for loss, _ in nonempty), weight)
+            for name, (_, weight) in reference.terms.items()
         }
         metrics = {
             name: (
-                _sum_values(part.metrics[name][0] for part, _ in nonempty),
-                _sum_values(part.metrics[name][1] for part, _ in nonempty),
+                _sum_values(loss.metrics[name][0] for loss, _ in nonempty),
+                _sum_values(loss.metrics[name][1] for loss, _ in nonempty),
             )
             for name in reference.metrics
         }
         # On a rank without examples of a source its sums are 0 but must exist: ranks are summed name by name.
-        for source_name, part in zip(self.names, losses[:-1], strict=True):
+        for source_name, loss in zip(self.names, losses[:-1], strict=True):
             for name, (total, weight) in reference.terms.items():
                 terms[f"{source_name}/{name}"] = (
-                    part.terms[name][0] if part is not None else torch.zeros_like(total),
+                    loss.terms[name][0] if loss is not None else torch.zeros_like(total),
                     weight,
                 )
             for name in reference.metrics:
-                metrics[f"{source_name}/{name}"] = part.metrics[name] if part is not None else (0.0, 0.0)
+                metrics[f"{source_name}/{name}"] = loss.metrics[name] if loss is not None else (0.0, 0.0)
         rows: dict[str, Any] = {}
         for name, values in reference.rows.items():
-            rows[name] = values.new_empty((num_rows, *values.shape[1:]))
-            for part, at in nonempty:
-                rows[name][at] = part.rows[name]
+            rows[name] = values.new_empty((num_examples, *values.shape[1:]))
+            for source_loss, at in nonempty:
+                rows[name][at] = source_loss.rows[name]
         return Loss(terms=terms, metrics=metrics, rows=rows)
 
 
@@ -97,7 +98,7 @@ def _select_examples(batch: Batch, at: Array) -> dict[str, Any]:
 
 
 def _sum_values(values: Any) -> Any:
-    first, *rest = values
-    for value in rest:
-        first = first + value
-    return first
+    total, *others = values
+    for value in others:
+        total = total + value
+    return total

@@ -41,6 +41,7 @@ from bottega.techniques.training_plan import OpenRun, TrainingPlan
 KEY = "techniques.distill.teacher"
 TOKENIZER, VOCAB_SIZE, CLASSES, MULTI_LABEL, SAMPLE = "tokenizer", "vocab_size", "classes", "multi_label", "a sample of"
 NORMALISE, SPECTROGRAMS = "normalise", "spectrograms"
+"""Keys of the metadata that must be equal for teacher and student, as messages name them."""
 
 
 @dataclass(frozen=True)
@@ -117,18 +118,16 @@ def _open_teacher(name: str, recipe: Recipe, workload: Workload, *, open_run: Op
         if not is_run(folder):
             return _read_model_folder(folder, workload)
         # On the student's device: with several processes, the first engine decides the communication backend.
-        saved = open_run(folder, device=recipe.device)
+        run = open_run(folder, device=recipe.device)
     except BottegaError as error:
         named_error = type(error)(f"{KEY}: {str(error).removeprefix('model.from: ')}")
         named_error.code = error.code
         raise named_error from None
-    if type(saved.workload) is not type(workload):
+    if type(run.workload) is not type(workload):
         raise UsageError(
-            f"{KEY}: {name} was trained for {_describe_task(saved.recipe)}, not for {_describe_task(recipe)}; give another run"
+            f"{KEY}: {name} was trained for {_describe_task(run.recipe)}, not for {_describe_task(recipe)}; give another run"
         )
-    return Teacher(
-        saved.model, _collect_metadata(saved.workload), _get_max_tokens(saved.workload), saved.directory.processor
-    )
+    return Teacher(run.model, _collect_metadata(run.workload), _get_max_tokens(run.workload), run.directory.processor)
 
 
 def _describe_task(recipe: Recipe) -> str:
@@ -203,7 +202,7 @@ def _read_media_classifier(config: dict[str, Any]) -> tuple[Classification, dict
     }
 
 
-# Whether teacher and student fit
+# Checks that teacher and student fit together
 
 
 def _collect_metadata(workload: Workload) -> dict[str, Any]:

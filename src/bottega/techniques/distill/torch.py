@@ -68,11 +68,11 @@ class Distillation(WrappedTask):
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
         """Return the counts of the inner task and of the added terms, which ignore class weights."""
-        own, rows = self.inner.counts(batch), _count_rows(batch)
+        inner_counts, num_examples = self.inner.counts(batch), _count_examples(batch)
         return {
-            **own,
-            **dict.fromkeys(self.term_names, rows),
-            **({"distill": own["loss"]} if self.form == "tokens" else {}),
+            **inner_counts,
+            **dict.fromkeys(self.term_names, num_examples),
+            **({"distill": inner_counts["loss"]} if self.form == "tokens" else {}),
         }
 
     def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
@@ -82,34 +82,36 @@ class Distillation(WrappedTask):
             return self.inner.loss(models, batch, rng)
         recorder = CallRecorder(student, computes_token_loss=self.form == "tokens")
         pairs = match_blocks(find_blocks(student), find_blocks(teacher)) if self.hidden else []
-        with record_activations([own for own, _ in pairs]) as ours:
+        with record_activations([student_block for student_block, _ in pairs]) as student_states:
             output = self.inner.loss({**models, "model": recorder}, batch, rng)
-        with torch.no_grad(), record_activations([other for _, other in pairs]) as theirs:
+        with torch.no_grad(), record_activations([teacher_block for _, teacher_block in pairs]) as teacher_states:
             teacher_output = recorder.single_call.replay_on(teacher)
-        rows = batch["weight"] > 0 if "weight" in batch else None
+        example_mask = batch["weight"] > 0 if "weight" in batch else None
         terms = {name: (total, weight * (1 - self.alpha)) for name, (total, weight) in output.terms.items()}
-        distances, mask = self._compute_distances(recorder.single_call, teacher_output, rows)
+        distances, mask = self._compute_distances(recorder.single_call, teacher_output, example_mask)
         added_sums: Sums = {"distill": _masked_sum(distances, mask)}
         terms["distill"] = (added_sums["distill"][0], self.alpha)
         if self.hidden:
             position_mask = batch[self.padding] > 0 if self.padding is not None else recorder.single_call.target_mask
-            block_distances = [hidden_state_distance(ours[i], theirs[i], position_mask) for i in range(len(pairs))]
-            added_sums["hidden"] = _masked_sum(torch.stack(block_distances).mean(0), rows)
+            block_distances = [
+                hidden_state_distance(student_states[i], teacher_states[i], position_mask) for i in range(len(pairs))
+            ]
+            added_sums["hidden"] = _masked_sum(torch.stack(block_distances).mean(0), example_mask)
             terms["hidden"] = (added_sums["hidden"][0], self.hidden)
         added_metrics = {name: (total.detach(), count) for name, (total, count) in added_sums.items()}
         return output._replace(terms=terms, metrics={**output.metrics, **added_metrics})
 
     def _compute_distances(
-        self, call: ModelCall, teacher_output: Tensor, rows: Tensor | None
+        self, call: ModelCall, teacher_output: Tensor, example_mask: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Return the distance of each example `(B,)` or token `(B, T)`, and the mask of those that count."""
         if self.form == "values":
-            return (call.output.float() - teacher_output.float()).square().flatten(1).mean(1), rows
+            return (call.output.float() - teacher_output.float()).square().flatten(1).mean(1), example_mask
         if self.form == "labels":
-            return softened_binary_kl(call.output, teacher_output, self.temperature), rows
+            return softened_binary_kl(call.output, teacher_output, self.temperature), example_mask
         return softened_kl(
             call.output, teacher_output, self.temperature
-        ), call.target_mask if self.form == "tokens" else rows
+        ), call.target_mask if self.form == "tokens" else example_mask
 
 
 def softened_kl(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
@@ -130,25 +132,25 @@ def softened_binary_kl(student: Tensor, teacher: Tensor, temperature: float) -> 
     return (positive + negative).mean(-1) * temperature**2
 
 
-def hidden_state_distance(own: Tensor, theirs: Tensor, mask: Tensor | None) -> Tensor:
+def hidden_state_distance(student: Tensor, teacher: Tensor, mask: Tensor | None) -> Tensor:
     """Return the distance `(B,)` between normalised hidden states `(B, N, D)` and `(B, N, E)`.
 
     For equal widths it is the squared distance at each position. Otherwise it is the squared difference of their similarity
     matrices over positions, which needs no projection between the widths.
     """
-    if own.shape[1] != theirs.shape[1]:
+    if student.shape[1] != teacher.shape[1]:
         raise UsageError(
-            f"techniques.distill.hidden: a block of the teacher has {theirs.shape[1]} positions, but the student's has "
-            f"{own.shape[1]}; choose models with the same number of positions, or set it to 0"
+            f"techniques.distill.hidden: a block of the teacher has {teacher.shape[1]} positions, but the student's has "
+            f"{student.shape[1]}; choose models with the same number of positions, or set it to 0"
         )
-    mask = torch.ones(own.shape[:2], dtype=torch.bool, device=own.device) if mask is None else mask
-    own, theirs = F.normalize(own.float(), dim=-1), F.normalize(theirs.float(), dim=-1)
-    if own.shape[2] == theirs.shape[2]:
-        return _masked_mean((own - theirs).square().sum(-1), mask)
-    step = -(-own.shape[1] // MAX_POSITIONS)
-    own, theirs, mask = own[:, ::step], theirs[:, ::step], mask[:, ::step]
-    with torch.autocast(own.device.type, enabled=False):  # the difference of nearly equal numbers needs float32
-        difference = (own @ own.mT - theirs @ theirs.mT).square()
+    mask = torch.ones(student.shape[:2], dtype=torch.bool, device=student.device) if mask is None else mask
+    student, teacher = F.normalize(student.float(), dim=-1), F.normalize(teacher.float(), dim=-1)
+    if student.shape[2] == teacher.shape[2]:
+        return _masked_mean((student - teacher).square().sum(-1), mask)
+    step = -(-student.shape[1] // MAX_POSITIONS)
+    student, teacher, mask = student[:, ::step], teacher[:, ::step], mask[:, ::step]
+    with torch.autocast(student.device.type, enabled=False):  # the difference of nearly equal numbers needs float32
+        difference = (student @ student.mT - teacher @ teacher.mT).square()
     return _masked_mean(difference.flatten(1), (mask[:, :, None] & mask[:, None, :]).flatten(1))
 
 
@@ -164,7 +166,7 @@ def _masked_sum(values: Tensor, mask: Tensor | None) -> tuple[Tensor, Any]:
     return torch.where(mask, values, 0.0).sum(), mask.float().sum()
 
 
-def _count_rows(batch: Batch) -> float:
+def _count_examples(batch: Batch) -> float:
     """Return the number of examples of a host batch that are not padding."""
     if "weight" in batch:
         return float((np.asarray(batch["weight"]) > 0).sum())

@@ -23,18 +23,18 @@ def apply(plan: TrainingPlan, options: EwcOptions, recipe: Recipe, workload: Wor
     """Penalise changes of weights that were important to the earlier sources of a sequence."""
     require_sequence(plan, "ewc")
     task = Ewc(inner=plan.task, strength=options.strength)
-    return replace(plan, task=task).with_train_start_hook(partial(_consolidate_at_borders, options=options))
+    return replace(plan, task=task).with_train_start_hook(partial(_consolidate_between_sources, options=options))
 
 
-def _consolidate_at_borders(engine: Engine, loader: Loader, *, resumed: bool, options: EwcOptions) -> None:
+def _consolidate_between_sources(engine: Engine, loader: Loader, *, resumed: bool, options: EwcOptions) -> None:
     """Consolidate before the first step of each source.
 
-    The result depends only on the step, the weights and the data, so that a run resumed at the border computes the same.
+    The importance depends only on the step, the weights and the data, so a run resumed at such a step computes it again.
     """
     order = loader.order
     assert isinstance(order, Sequential), "the technique requires it"
     source_by_first_step = {
-        step: turn for turn, step in enumerate(order.schedule.first_steps(loader.batch_size)) if turn
+        step: index for index, step in enumerate(order.schedule.first_steps(loader.batch_size)) if index
     }
     names = [name.removeprefix(FISHER_PREFIX) for name in engine.task_state() if name.startswith(FISHER_PREFIX)]
 
@@ -42,8 +42,8 @@ def _consolidate_at_borders(engine: Engine, loader: Loader, *, resumed: bool, op
         if step not in source_by_first_step:
             return
         sample_indices = order.first_samples(source_by_first_step[step] - 1, options.samples)
-        own_indices = range(engine.data_rank, len(sample_indices), engine.data_size)
-        examples = ((i, loader.source.rows(sample_indices[i : i + 1], np.zeros(1, np.int64))) for i in own_indices)
+        numbers = range(engine.data_rank, len(sample_indices), engine.data_size)  # those of this rank
+        examples = ((i, loader.source.rows(sample_indices[i : i + 1], np.zeros(1, np.int64))) for i in numbers)
         fisher = engine.fisher_diagonal(examples, count=len(sample_indices), names=names)
         parameters = dict(engine.model.named_parameters())
         engine.write_task_state(consolidate(engine.task_state(), parameters, fisher, decay=options.decay))

@@ -20,10 +20,13 @@ def apply(plan: TrainingPlan, options: LoraOptions, recipe: Recipe, workload: Wo
     return apply_injection(plan, options, recipe, workload, name="lora")
 
 
-def inject(task: Task, options: LoraOptions, **shared: Any) -> Lora:
-    """Wrap a task so that its model has low-rank updates; alpha defaults to twice the rank."""
+def inject(task: Task, options: LoraOptions, **injection_options: Any) -> Lora:
+    """Wrap a task so that its model has low-rank updates; alpha defaults to twice the rank.
+
+    `injection_options` are further fields of `InjectedTask`: `train` or `random_modules`, and `start`.
+    """
     from bottega.techniques.lora.torch import Lora
 
     alpha = options.alpha if options.alpha is not None else 2.0 * options.rank
     low_rank = {"rank": options.rank, "alpha": alpha, "dropout": options.dropout}
-    return Lora(inner=task, targets=options.targets, **low_rank, **shared)
+    return Lora(inner=task, targets=options.targets, **low_rank, **injection_options)

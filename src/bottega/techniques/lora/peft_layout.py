@@ -1,4 +1,4 @@
-"""Adapter folders in peft's layout, written for peft and read from either.
+"""Adapter folders in peft's layout: ours can be loaded by peft, and those of peft by us.
 
 `adapter_config.json` and `adapter_model.safetensors` are peft's. `bottega.json` is ours and ignored by peft: the `kind` of
 adapter, the hash of the `base` model and of each of its `tensors`, and where the base model came `from`.
@@ -83,7 +83,7 @@ def write_adapter(model: nn.Module, folder: Path, lora: Lora, *, origin: str | N
 
 
 def read_adapter(folder: Path, model: nn.Module, lora: Lora) -> None:
-    """Load an adapter into a model's LoRA layers; rank, scale and layers must match, and for ours the base model too."""
+    """Load an adapter into a model's LoRA layers; rank, alpha and layers must match, and with `bottega.json` the base model too."""
     if (folder / METADATA_FILE).exists():
         check_adapter_metadata(read_adapter_metadata(folder, key=START), folder, model, lora, kind="lora", key=START)
     config = _read_json(folder / CONFIG, key=START)
@@ -197,9 +197,10 @@ def to_exported_name(model: nn.Module, name: str) -> str:
     """Return the name of a parameter in the library that the exported model is loaded with."""
     if not isinstance(model, PretrainedClassifier):
         return name
-    prefix, path = model.paths
-    part, _, rest = name.partition(".")
-    return {"backbone": f"{prefix}.{rest}", "head": f"{path}.{rest}"}.get(part, rest)
+    prefix, head_path = model.paths
+    module, _, name_inside = name.partition(".")
+    exported_names = {"backbone": f"{prefix}.{name_inside}", "head": f"{head_path}.{name_inside}"}
+    return exported_names.get(module, name_inside)
 
 
 def _to_exported_layer(model: nn.Module, name: str) -> str:

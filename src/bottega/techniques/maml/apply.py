@@ -57,7 +57,7 @@ def apply(plan: TrainingPlan, options: Any, recipe: Recipe, workload: Workload) 
             method=options.method,
             inner_steps=options.inner_steps,
             inner_rate=options.inner_rate,
-            adapts=_build_trained_selector(recipe.training),
+            select_adapted=_build_trained_selector(recipe.training),
         ),
         training=training,
         order=None,
@@ -151,15 +151,15 @@ def _divide_into_tasks(plan: TrainingPlan, options: MamlOptions, recipe: Recipe)
             "loss.class_weights: maml renumbers the classes in each episode and draws all equally often; remove it"
         )
 
-    def group_into_tasks(part: Source) -> np.ndarray:
+    def group_into_tasks(samples: Source) -> np.ndarray:
         if by == "label":
-            numbers = episodes.group_by_label(part)
+            numbers = episodes.group_by_label(samples)
         elif by == "source":
             # Held-out data is one table, with the sources one after the other.
-            numbers = episodes.group_by_source(part)
+            numbers = episodes.group_by_source(samples)
         else:
-            numbers = None if by == "region" else episodes.group_by_field(part, by)
-        return episodes.group_by_region(part, size=size) if numbers is None else numbers
+            numbers = None if by == "region" else episodes.group_by_field(samples, by)
+        return episodes.group_by_region(samples, size=size) if numbers is None else numbers
 
     return EpisodeDivision(by, group_into_tasks, options, is_classify)
 
@@ -187,22 +187,23 @@ def _build_option_error(key: str, value: Any, reason: str, remedy: str) -> Usage
     return UsageError(f"techniques: maml.{key} is {value}, but {reason}; {remedy}")
 
 
-def _list_metrics(metrics: tuple[str, ...], steps: int) -> tuple[str, ...]:
+def _list_metrics(metrics: tuple[str, ...], inner_steps: int) -> tuple[str, ...]:
+    """Return the reported metrics: those that are means, before and after adaptation, and the loss after each inner step."""
     means = [name for name in metrics if name not in DERIVED_METRICS and not name.startswith("load/")]
     names = [*means, *(name for name in metrics if name == "perplexity")]
-    return (*names, *(f"{name}_before" for name in means), *(f"loss_{n}" for n in range(1, steps + 1)))
+    return (*names, *(f"{name}_before" for name in means), *(f"loss_{n}" for n in range(1, inner_steps + 1)))
 
 
 def _describe_episodes(training: Episodes, validation: Episodes | None, division: EpisodeDivision) -> list[str]:
     options = division.options
     ways = f"{training.ways} of " if training.ways is not None else "one of "
-    each = " of each" if training.ways is not None else ""
+    per_class = " of each" if training.ways is not None else ""
     notes = [
         f"episodes: {ways}{len(training.task_samples):,} tasks by {division.by}, {options.shots} support and "
-        f"{options.queries} query samples{each}, {options.inner_steps} inner steps at rate {options.inner_rate:g}"
+        f"{options.queries} query samples{per_class}, {options.inner_steps} inner steps at rate {options.inner_rate:g}"
     ]
-    for name, part in (("training", training), ("validation", validation)):
-        num_small = part.num_tasks - len(part.task_samples) if part is not None else 0
+    for name, split in (("training", training), ("validation", validation)):
+        num_small = split.num_tasks - len(split.task_samples) if split is not None else 0
         if num_small:
             size = options.shots + options.queries
             notes.append(f"{num_small:,} tasks of the {name} data have fewer than {size} samples and are left out")

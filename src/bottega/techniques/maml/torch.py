@@ -39,7 +39,7 @@ class Maml(WrappedTask):
     method: Literal["maml", "fomaml", "reptile", "none"]
     inner_steps: int
     inner_rate: float
-    adapts: Callable[[tuple[str, ...]], Collection[str]] = frozenset
+    select_adapted: Callable[[tuple[str, ...]], Collection[str]] = frozenset
     """Selects the parameters that the inner steps adapt, by name. Not by `requires_grad`: a parameter that is unfrozen
     later would be adapted in an evaluation process but not in training."""
 
@@ -106,9 +106,9 @@ class Maml(WrappedTask):
         direction = torch.stack(products).sum()
         terms = all_samples.rescale_to_query(output.terms)
         # One term carries all of the gradient, because the engine sums the terms by their weights.
-        (first, (total, weight)), *others = ((n, (t.detach(), w)) for n, (t, w) in terms.items())
-        gradient_carrier = (direction - direction.detach()) * (episode.query_counts[first] / weight)
-        return output._replace(terms={first: (total + gradient_carrier, weight), **dict(others)})
+        (first_name, (total, weight)), *others = ((n, (t.detach(), w)) for n, (t, w) in terms.items())
+        gradient_carrier = (direction - direction.detach()) * (episode.query_counts[first_name] / weight)
+        return output._replace(terms={first_name: (total + gradient_carrier, weight), **dict(others)})
 
     def _compute_plain_loss(self, models: Models, episode: Episode) -> Loss:
         """Return the loss without inner steps, over support and query together."""
@@ -145,13 +145,16 @@ class Maml(WrappedTask):
 
     def _select_adapted_parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
         trainable = {name: parameter for name, parameter in model.named_parameters() if self.is_trainable(name)}
-        adapted = self.adapts(tuple(trainable))
+        adapted = self.select_adapted(tuple(trainable))
         return {name: parameter for name, parameter in trainable.items() if name in adapted}
 
     def _take_inner_step(
         self, models: Models, weights: Weights, episode: Episode, number: int, *, second_order: bool
     ) -> tuple[Weights, Loss]:
-        """Take one step of gradient descent on the mean loss of the support examples."""
+        """Take one step of gradient descent on the mean loss of the support examples.
+
+        Returns the new weights, and the loss before the step.
+        """
         with sdpa_kernel(SDPBackend.MATH) if second_order else contextlib.nullcontext():
             rebound = _rebind_weights(models, weights, second_order=second_order)
             output = self.inner.loss(rebound, episode.support, episode.support_noise(number))
@@ -161,11 +164,11 @@ class Maml(WrappedTask):
             gradients = torch.autograd.grad(
                 torch.stack(weighted_terms).sum(), list(weights.values()), create_graph=second_order, allow_unused=True
             )
-        stepped = {
+        new_weights = {
             name: weight if gradient is None else weight - self.inner_rate * gradient
             for (name, weight), gradient in zip(weights.items(), gradients, strict=True)
         }
-        return stepped, output
+        return new_weights, output
 
 
 @dataclass(frozen=True)
@@ -204,8 +207,8 @@ class Episode:
         return {name: (total * fraction[name], weight) for name, (total, weight) in terms.items()}
 
 
-def _split_episodes(counts: Callable[[Batch], Mapping[str, float]], batch: Batch, rng: Noise) -> Iterator[Episode]:
-    """Yield the episodes of a batch one by one, since each has its own weights."""
+def _split_episodes(count_items: Callable[[Batch], Mapping[str, float]], batch: Batch, rng: Noise) -> Iterator[Episode]:
+    """Yield the episodes of a batch one by one, since each has its own weights; `count_items` is `Task.counts`."""
     parts = {name: dict(batch[name]) for name in ("support", "query")}
     sizes = {name: _get_any_array(part).shape[1] for name, part in parts.items()}
     if "weight" in batch:
@@ -213,7 +216,7 @@ def _split_episodes(counts: Callable[[Batch], Mapping[str, float]], batch: Batch
         query_weights = parts["query"].get("weight")
         parts["query"]["weight"] = episode_weights if query_weights is None else query_weights * episode_weights
     # Counted on the host, as tasks do. On a GPU this waits for the device once per batch.
-    host = {name: {key: value.cpu().numpy() for key, value in part.items()} for name, part in parts.items()}
+    host_parts = {name: {key: value.cpu().numpy() for key, value in part.items()} for name, part in parts.items()}
     size = sizes["support"] + sizes["query"]
     offsets = torch.arange(size, device=rng.positions.device)
     for number in range(len(rng.positions)):
@@ -221,8 +224,8 @@ def _split_episodes(counts: Callable[[Batch], Mapping[str, float]], batch: Batch
         yield Episode(
             support=support,
             query=query,
-            support_counts=counts(_select_episode(host["support"], number)),
-            query_counts=counts(_select_episode(host["query"], number)),
+            support_counts=count_items(_select_episode(host_parts["support"], number)),
+            query_counts=count_items(_select_episode(host_parts["query"], number)),
             rng=replace(rng, positions=rng.positions[number] * size + offsets),
         )
 
@@ -274,19 +277,20 @@ def _rebind_weights(models: Models, weights: Weights, *, second_order: bool = Fa
     return {**models, "model": ReboundModel(models["model"], weights, second_order=second_order)}
 
 
-def _add_sums(total: Sums, added: Mapping[str, tuple[Array, Array]]) -> None:
-    for name, (value, count) in added.items():
-        old = total.get(name)
-        total[name] = (value, count) if old is None else (old[0] + value, old[1] + count)
+def _add_sums(totals: Sums, sums: Mapping[str, tuple[Array, Array]]) -> None:
+    """Add `sums` to `totals`, in place."""
+    for name, (value, count) in sums.items():
+        old = totals.get(name)
+        totals[name] = (value, count) if old is None else (old[0] + value, old[1] + count)
 
 
-def _get_any_array(part: Mapping[str, Any]) -> Any:
-    """Return any of the arrays `(n, size, ...)`."""
-    return next(value for value in part.values() if value.ndim > 0)
+def _get_any_array(batch: Mapping[str, Any]) -> Any:
+    """Return the first value that is not a scalar; its leading axes are those of every other array of the batch."""
+    return next(value for value in batch.values() if value.ndim > 0)
 
 
-def _count_examples(part: Batch) -> int:
-    return len(_get_any_array(part))
+def _count_examples(batch: Batch) -> int:
+    return len(_get_any_array(batch))
 
 
 def _flatten_episodes(value: Any) -> Any:
@@ -294,5 +298,5 @@ def _flatten_episodes(value: Any) -> Any:
     return value.reshape(value.shape[0] * value.shape[1], *value.shape[2:])
 
 
-def _select_episode(part: Mapping[str, Any], number: int) -> dict[str, Any]:
-    return {name: value if value.ndim == 0 else value[number] for name, value in part.items()}
+def _select_episode(batch: Mapping[str, Any], number: int) -> dict[str, Any]:
+    return {name: value if value.ndim == 0 else value[number] for name, value in batch.items()}

@@ -107,21 +107,21 @@ class Plasticity(WrappedTask):
             keys = [kind + name for kind in (SUM_PREFIX, *((REWARDED_PREFIX,) if reward is not None else ()))]
             layer_sums = {f"{key}{suffix}": zero for key in keys for suffix in self._suffixes}
             layer_sums[COUNT_PREFIX + name] = zero.new_zeros(())
-            for train in trains[number]:
-                mask = _get_train_mask(train, batch)
-                weight = mask if mask is not None else torch.ones(train.post.shape[1], device=zero.device)
-                changes = self._compute_weight_changes(train, mask, SUM_PREFIX + name)
+            for spikes in trains[number]:
+                mask = _get_train_mask(spikes, batch)
+                weight = mask if mask is not None else torch.ones(spikes.post.shape[1], device=zero.device)
+                changes = self._compute_weight_changes(spikes, mask, SUM_PREFIX + name)
                 if reward is not None:
                     changes |= self._compute_weight_changes(
-                        train, weight * _repeat_per_train(reward, train), REWARDED_PREFIX + name
+                        spikes, weight * _repeat_per_train(reward, spikes), REWARDED_PREFIX + name
                     )
                 changes[COUNT_PREFIX + name] = weight.sum()
                 layer_sums = {key: layer_sums[key] + value.float() for key, value in changes.items()}
             # Two layers may share their weights, each with its own spike trains.
             sums |= {key: sums[key] + value if key in sums else value for key, value in layer_sums.items()}
         if reward is not None and layers:
-            row_mask = _get_row_mask(batch, None)
-            counts = torch.ones_like(reward) if row_mask is None else row_mask
+            example_mask = _get_example_mask(batch, None)
+            counts = torch.ones_like(reward) if example_mask is None else example_mask
             sums[REWARD] = torch.stack((torch.where(counts > 0, reward, 0.0).sum(), counts.sum()))
         return sums
 
@@ -130,10 +130,10 @@ class Plasticity(WrappedTask):
         """Soft bounds need potentiation and depression separately; hard bounds only their difference, at half the cost."""
         return ("",) if self.bounds == "hard" else ("/gain", "/loss")
 
-    def _compute_weight_changes(self, train: SpikeTrains, weight: Tensor | None, key: str) -> dict[str, Tensor]:
+    def _compute_weight_changes(self, spikes: SpikeTrains, weight: Tensor | None, key: str) -> dict[str, Tensor]:
         if self.bounds == "hard":
-            return {key: compute_weight_change(train.pre, train.post, self.rule, weight=weight)}
-        gain_loss_pair = compute_gain_and_loss(train.pre, train.post, self.rule, weight=weight)
+            return {key: compute_weight_change(spikes.pre, spikes.post, self.rule, weight=weight)}
+        gain_loss_pair = compute_gain_and_loss(spikes.pre, spikes.post, self.rule, weight=weight)
         return {f"{key}{suffix}": value for suffix, value in zip(self._suffixes, gain_loss_pair, strict=True)}
 
     def update(self, tensors: Mapping[str, Array], batch_stats: Mapping[str, Array], rng: Noise) -> Mapping[str, Array]:
@@ -221,11 +221,11 @@ def record_spikes(model: nn.Module, layers: Sequence[SpikingLayer]) -> Iterator[
     recorded: dict[int, list[SpikeTrains]] = {number: [] for number in range(len(layers))}
     inputs_by_layer: dict[int, Tensor] = {}
     token_mask: Tensor | None = None
-    part: str | None = None
+    task_name: str | None = None
 
-    def set_part(multitask_model: nn.Module, inputs: tuple[Any, ...]) -> None:
-        nonlocal part
-        part = inputs[0]
+    def set_task_name(multitask_model: nn.Module, inputs: tuple[Any, ...]) -> None:
+        nonlocal task_name
+        task_name = inputs[0]
 
     def set_mask(gate: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal token_mask
@@ -244,7 +244,7 @@ def record_spikes(model: nn.Module, layers: Sequence[SpikingLayer]) -> Iterator[
             pre = pre if len(pre) == len(post) else pre.expand(len(post), *pre.shape[1:])
             # Each token of an example is a spike train.
             tokens = token_mask if token_mask is None else (token_mask.detach() > 0).float().flatten()
-            recorded[number].append(SpikeTrains(pre.flatten(1, -2), post.flatten(1, -2), tokens, part))
+            recorded[number].append(SpikeTrains(pre.flatten(1, -2), post.flatten(1, -2), tokens, task_name))
 
         return [layer.synapse.register_forward_hook(record_input), layer.neuron.register_forward_hook(record_output)]
 
@@ -254,7 +254,7 @@ def record_spikes(model: nn.Module, layers: Sequence[SpikingLayer]) -> Iterator[
             hooks.append(module.register_forward_pre_hook(set_mask, with_kwargs=True))
             hooks.append(module.register_forward_hook(clear_mask))
         elif isinstance(module, MultitaskModel):
-            hooks.append(module.register_forward_pre_hook(set_part))
+            hooks.append(module.register_forward_pre_hook(set_task_name))
     try:
         yield recorded
     finally:
@@ -286,24 +286,24 @@ def compute_reward(rows: Mapping[str, Tensor], kind: Literal["accuracy", "loss"]
     )
 
 
-def _get_train_mask(train: SpikeTrains, batch: Batch) -> Tensor | None:
+def _get_train_mask(spikes: SpikeTrains, batch: Batch) -> Tensor | None:
     """Return `(B,)`: 1 for real examples or tokens, 0 for padding; None if there is no padding."""
-    if train.mask is not None:
-        return train.mask
-    rows = _get_row_mask(batch, train.task_name)
-    return None if rows is None else _repeat_per_train(rows, train)
+    if spikes.mask is not None:
+        return spikes.mask
+    example_mask = _get_example_mask(batch, spikes.task_name)
+    return None if example_mask is None else _repeat_per_train(example_mask, spikes)
 
 
-def _get_row_mask(batch: Batch, part: str | None) -> Tensor | None:
-    """Return the mask of real examples, `(batch,)`, combined with the mask of the task `part` in a multitask batch."""
-    blocks = (batch, batch[part]) if part is not None else (batch,)
-    masks = [block["weight"] > 0 for block in blocks if "weight" in block]
+def _get_example_mask(batch: Batch, task_name: str | None) -> Tensor | None:
+    """Return the mask of real examples, `(batch,)`, in a multitask batch combined with the mask of the task."""
+    batches = (batch, batch[task_name]) if task_name is not None else (batch,)
+    masks = [each["weight"] > 0 for each in batches if "weight" in each]
     return torch.stack(masks).all(0).float() if masks else None
 
 
-def _repeat_per_train(values: Tensor, train: SpikeTrains) -> Tensor:
+def _repeat_per_train(values: Tensor, spikes: SpikeTrains) -> Tensor:
     """Repeat the value of each example for each of its spike trains, `(B,)`."""
-    num_trains = train.post.shape[1]
+    num_trains = spikes.post.shape[1]
     trains_per_example, remainder = divmod(num_trains, len(values))
     assert not remainder, f"{num_trains} trains of {len(values)} examples"
     return values.repeat_interleave(trains_per_example)
