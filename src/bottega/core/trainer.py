@@ -76,7 +76,6 @@ class Trainer:
     callbacks: Sequence[Callback] = ()
     recover: Callable[[Progress, int], int] | None = None
     pause_at: int | None = None
-    """Step after which to save and return, although the run is not finished."""
     signals: StopSignals = field(default_factory=StopSignals)
 
     def run(self) -> Progress:
@@ -116,7 +115,7 @@ class Trainer:
             self._notify("after_sample", self.sample(progress))  # the previous process ended before this sample
         stream = self.batches(progress.step)
         metrics: dict[str, Any] = {}
-        end = progress.total if self.pause_at is None else min(progress.total, self.pause_at)
+        end = min(progress.total, self.pause_at or progress.total)
         while progress.step < end and progress.stop is None:
             wait_start = time.perf_counter()
             try:
@@ -235,10 +234,7 @@ class Trainer:
         return has_improved
 
     def _yield_until_stopped(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yield batches until a stop is requested: a scheduler waits seconds, and an evaluation may take minutes.
-
-        The next start of the run repeats the evaluation.
-        """
+        """Yield batches until a stop is requested; the next start of the run repeats the evaluation, which may take minutes."""
         for batch in batches:
             if self._is_stop_requested():
                 raise _Stopped

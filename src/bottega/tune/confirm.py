@@ -59,7 +59,7 @@ def confirm_best(
     log(f"training {', '.join(groups)} with seeds {', '.join(map(str, seeds))}: {len(jobs)} runs")
     with progress_bars(console, in_bytes=False) as bar:
         train_folds(jobs, environments, log=log, report_progress=bar)
-    names = [label for label in ("base", "second", "best") if label in groups]
+    names: list[str] = [label for label in ("base", "second", "best") if label in groups]
     comparison = compare([",".join(groups[label]) for label in names], metric=plan.objectives[0].name)
     for group, label in zip(comparison["groups"], names, strict=True):
         group["name"] = label

@@ -316,7 +316,7 @@ class Population:
             "exploit": options.exploit,
             "seed": options.seed,
         }
-        return json.loads(json.dumps({**self._plan.identity, "population": size}, default=str))  # type: ignore[no-any-return]
+        return json.loads(json.dumps({**self._plan.identity, "population": size}, default=str))
 
 
 def draw_value(dimension: Dimension, rng: np.random.Generator) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from bottega.core.rundir import RunDirectory
@@ -54,8 +55,8 @@ def build_report(plan: StudyPlan, segments: dict[str, Segment]) -> dict[str, Any
         "summary": _describe_winner(plan, lineage),
         "files": {},
         "notes": [
-            f"the trained winner is {plan.folder / 'trials' / winner.name}; its keys changed on the way (lineage in study.json), "
-            "and best.yaml has the last ones"
+            f"the trained winner is {plan.folder / 'trials' / winner.name}; best.yaml has the keys of its last interval, and "
+            "lineage in study.json those of every interval"
         ],
     }
 
@@ -78,9 +79,9 @@ def write_report(plan: StudyPlan, report: dict[str, Any]) -> None:
 
 
 def _describe_winner(plan: StudyPlan, lineage: list[Segment]) -> str:
-    changes = [b for a, b in zip(lineage, lineage[1:], strict=False) if a.keys != b.keys]
+    changes = [b for a, b in itertools.pairwise(lineage) if a.keys != b.keys]
     steps = ", ".join(f"from step {segment.start}: {format_keys(segment.keys)}" for segment in [lineage[0], *changes])
-    return f"the winner changed its keys {len(changes)} times ({steps})"
+    return f"the winner's keys {'changed' if changes else 'did not change'}: {steps}"
 
 
 def _describe_member(plan: StudyPlan, segment: Segment, segments: dict[str, Segment]) -> dict[str, Any]:

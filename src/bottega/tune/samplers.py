@@ -127,4 +127,4 @@ class ReplayedCmaEsSampler(CmaEsSampler):
             if len(trials) < optimizer.population_size:
                 return optimizer
             chosen = trials[: optimizer.population_size]
-            optimizer.tell([(transform.transform(trial.params), sign * trial.value) for trial in chosen])
+            optimizer.tell([(transform.transform(trial.params), sign * trial.values[0]) for trial in chosen])
