@@ -194,9 +194,9 @@ class Search:
         is_bad = False
         for row in trial.rows.evaluations:
             value = row.get(objective.name)
-            # The last evaluation decides nothing any more.
-            if value is not None and (total is None or row["step"] < total):
-                is_bad = self._study.report(trial.number, to_progress(row["step"], total), value) or is_bad
+            if value is not None:
+                is_worse = self._study.report(trial.number, to_progress(row["step"], total), value)
+                is_bad = is_bad or (is_worse and row["step"] != total)  # nothing is saved by ending it at its end
         return is_bad
 
     def _finish(self, child: ChildRun, *, is_stopping: bool) -> None:

@@ -97,8 +97,6 @@ def open_storage(storage: str | None, folder: Path) -> BaseStorage:
     """Open the storage of a study: a database by its URL, or the journal file in the folder of the study."""
     if storage is None:
         return JournalStorage(LockedJournal(folder / "journal.jsonl"))
-    if storage.startswith("journal:"):
-        return JournalStorage(LockedJournal(Path(storage.removeprefix("journal:"))))
     if "://" not in storage:
         raise UsageError(
             f"--storage {storage}: expected a URL such as sqlite:///tune.db, postgresql://user@host/db or "
@@ -113,7 +111,7 @@ def open_storage(storage: str | None, folder: Path) -> BaseStorage:
         return retry(lambda: RDBStorage(storage, engine_kwargs=options))
     except sqlalchemy.exc.ArgumentError:
         raise UsageError(f"{label}: not a database URL; write sqlite:///tune.db or postgresql://user@host/db") from None
-    except (ImportError, sqlalchemy.exc.NoSuchModuleError) as error:
+    except ImportError as error:
         reason = str(error).split("\n")[0]
         raise EnvironmentProblem(f"{label}: the driver of this database is not installed ({reason})") from None
     except Exception as error:

@@ -1,0 +1,275 @@
+"""Searches with real trials: values, failures, pruning, kills, continuation, other machines and the best recipe."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+pytest.importorskip("optuna")
+
+import bottega
+from bottega.config.load import to_yaml
+from bottega.core.errors import UsageError
+from bottega.core.rundir import read_metrics
+from bottega.tasks.recipes import load_recipe
+from bottega.tune.command import StudyFailed
+from bottega.tune.report import format_report
+from tune.small_study import SPACE, TuneProcess, build_settings, find_processes, read_study, tune, wait_until
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tune")
+
+
+@pytest.fixture(scope="module")
+def report(folder: Path) -> dict[str, Any]:
+    return tune(folder)
+
+
+def read_values(report: dict[str, Any]) -> dict[str, Any]:
+    return {json.dumps(trial["keys"], sort_keys=True): trial["values"] for trial in report["trials"]}
+
+
+def test_a_trial_is_a_run_whose_best_evaluation_is_its_value(report: dict[str, Any]) -> None:
+    assert [trial["state"] for trial in report["trials"]] == ["complete"] * 3
+    for trial in report["trials"]:
+        rows = [row for row in read_metrics(Path(trial["run"]) / "metrics.jsonl") if row["kind"] == "eval"]
+        assert trial["values"] == [max(row["accuracy"] for row in rows)]
+        assert trial["curve"] == [[row["step"] / 8, row["accuracy"]] for row in rows]
+        recipe = load_recipe([Path(trial["run"]) / "recipe.yaml"]).recipe
+        assert recipe.training.learning_rate == trial["keys"]["training.learning_rate"]
+        assert recipe.model.dropout == trial["keys"]["model.dropout"]
+    assert report["best"]["values"] == max(trial["values"] for trial in report["trials"])
+
+
+def test_best_recipe_trains_to_the_value_of_the_best_trial(report: dict[str, Any], folder: Path) -> None:
+    run = bottega.train(report["files"]["recipe"], {"output_dir": str(folder / "again")})
+    evaluations = [row for row in run.history() if row["kind"] == "eval"]
+    assert [max(row["accuracy"] for row in evaluations)] == report["best"]["values"]
+
+
+def test_files_and_summary(report: dict[str, Any]) -> None:
+    assert set(report["files"]) == {"recipe", "history", "parallel", "slices"}
+    assert all(Path(path).stat().st_size > 500 for path in report["files"].values())
+    assert json.loads((Path(report["folder"]) / "study.json").read_text()) == report
+    text = format_report(report)
+    assert "3 trials (3 complete)" in text
+    assert "--confirm 3 trains both with other seeds" in text
+
+
+def test_the_same_call_trains_nothing_again(report: dict[str, Any], folder: Path) -> None:
+    files = {path: path.stat().st_mtime_ns for path in (folder / "study" / "trials").rglob("*") if path.is_file()}
+    again = tune(folder)
+    assert again["trials"] == report["trials"]
+    assert {path: path.stat().st_mtime_ns for path in (folder / "study" / "trials").rglob("*") if path.is_file()} == files
+
+
+def test_more_trials_continue_the_study(report: dict[str, Any], folder: Path, tmp_path: Path) -> None:
+    """The fourth trial has the keys that a study of four trials from the start would give it."""
+    study = tune(folder, trials=4)
+    assert study["trials"][:3] == report["trials"]
+    from bottega.tune.space import parse_space
+    from bottega.tune.study import Objective, Study, open_storage
+
+    fresh = Study(
+        open_storage(None, tmp_path),
+        "s",
+        dimensions=parse_space(SPACE),
+        base={},
+        objectives=[Objective("accuracy", "max")],
+        method="random",
+    )
+    assert [fresh.ask(limit=9).keys for _ in range(4)] == [trial["keys"] for trial in study["trials"]]  # type: ignore[union-attr]
+
+
+def test_another_recipe_in_the_same_folder_is_refused(report: dict[str, Any], folder: Path) -> None:
+    with pytest.raises(UsageError, match=r"another recipe or space \(training.batch_size: 8 -> 16\); choose another study"):
+        tune(folder, changes={"training.batch_size": 16}, study=report["study"])
+    with pytest.raises(UsageError, match="was started with another recipe or space"):
+        tune(folder, space={"model.dropout": [0.1, 0.2]}, study=report["study"])
+    assert read_study(folder)["trials"][:3] == report["trials"]
+
+
+def test_a_diverged_trial_fails_with_its_reason_and_never_wins(tmp_path: Path) -> None:
+    space = {"training.learning_rate": [1e-2, 1e38]}
+    report = tune(tmp_path, space=space, method="grid", trials=None, metric="loss")
+    good, bad = report["trials"]
+    assert (good["state"], bad["state"]) == ("complete", "failed")
+    assert bad["values"] is None
+    assert bad["reason"].startswith("diverged: ")
+    assert bad["lines"]
+    assert report["best"]["number"] == 0
+    assert "trial 1 failed: diverged" in format_report(report)
+
+
+def test_a_study_without_a_good_trial_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(StudyFailed, match="every trial of .* failed; the first: diverged"):
+        tune(tmp_path, space={"training.learning_rate": [1e38]}, method="grid", trials=None)
+
+
+@pytest.mark.slow
+def test_equal_keys_are_trained_once(tmp_path: Path) -> None:
+    report = tune(tmp_path, space={"model.dropout": [0.0, 0.5]}, trials=5, jobs=1)
+    copies = [trial for trial in report["trials"] if trial["same_as"] is not None]
+    assert len(copies) >= 3
+    assert len(list((tmp_path / "study" / "trials").iterdir())) == 5 - len(copies)
+    for copy in copies:
+        original = report["trials"][copy["same_as"]]
+        assert (copy["keys"], copy["values"], copy["curve"]) == (original["keys"], original["values"], original["curve"])
+
+
+@pytest.mark.slow
+def test_pruned_trials_are_ended_early_and_saved(tmp_path: Path) -> None:
+    """A learning rate of 0.1 % of the right one is pruned against five good trials."""
+    changes = {"training.max_steps": 400, "evaluation.every": 20, "checkpoint.every": None}
+    space = {"training.learning_rate": [1e-2, 1.1e-2, 0.9e-2, 1.2e-2, 0.8e-2, 1e-5]}
+    report = tune(tmp_path, space=space, method="grid", trials=None, changes=changes, pruner="median", jobs=1, metric="loss")
+    assert [trial["state"] for trial in report["trials"]] == ["complete"] * 5 + ["pruned"]
+    pruned = report["trials"][-1]
+    assert pruned["step"] < 400
+    assert (Path(pruned["run"]) / "checkpoints" / "last").exists()
+    assert report["steps"]["trained"] < report["steps"]["full"]
+    assert "saved)" in format_report(report)
+
+
+@pytest.mark.slow
+def test_trade_off_between_accuracy_and_size(tmp_path: Path) -> None:
+    space = {"model.num_filters": [2, 4, 16]}
+    report = tune(tmp_path, space=space, method="grid", trials=None, metric="accuracy,-parameters")
+    assert [metric["mode"] for metric in report["metrics"]] == ["max", "min"]
+    sizes = [trial["values"][1] for trial in report["trials"]]
+    assert sizes == sorted(sizes)
+    assert len(set(sizes)) == 3
+    assert 0 in report["pareto"]
+    assert Path(report["files"]["pareto"]).is_file()
+
+
+@pytest.mark.slow
+def test_best_is_confirmed_with_other_seeds(tmp_path: Path) -> None:
+    report = tune(tmp_path, space={"training.learning_rate": [1e-5, 3e-2]}, method="grid", trials=None, confirm=2, metric="loss")
+    groups = {group["name"]: group for group in report["confirmation"]["groups"]}
+    assert set(groups) == {"base", "second", "best"}
+    assert {run["seed"] for run in groups["best"]["runs"]} == {1, 2}
+    assert report["summary"].startswith("with 2 new seeds each, loss: ")
+
+
+# Kills.
+
+
+@pytest.mark.slow
+def test_trials_of_a_killed_command_save_and_go_on(tmp_path: Path) -> None:
+    """Nothing of the command can run after SIGKILL; its trials are told by the kernel."""
+    changes = {"training.max_steps": 600, "evaluation.every": 100, "checkpoint.every": None}
+    first = TuneProcess(tmp_path, "--trials", "2", changes=changes)
+    metrics = [tmp_path / "study" / "trials" / f"trial-{number:05d}" / "metrics.jsonl" for number in range(2)]
+    wait_until(lambda: all(path.is_file() and path.stat().st_size > 2000 for path in metrics), what="both trials")
+    first.kill()
+    wait_until(lambda: not find_processes(tmp_path), what="the trials to end")
+    trained = [json.loads(path.read_text().splitlines()[-1])["step"] for path in metrics]
+    assert all(0 < step < 600 for step in trained), trained
+    assert all((path.parent / "checkpoints" / "last").exists() for path in metrics)
+    code, output = TuneProcess(tmp_path, "--trials", "2", changes=changes).finish()
+    assert code == 0, output
+    assert "resumed at step" in output
+    report = read_study(tmp_path)
+    whole = tune(tmp_path / "whole", changes=changes, trials=2)
+    assert read_values(report) == read_values(whole)
+    assert not find_processes(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_stopped_command_saves_its_trials_and_says_so(tmp_path: Path) -> None:
+    changes = {"training.max_steps": 5000, "evaluation.every": 100, "checkpoint.every": None}
+    command = TuneProcess(tmp_path, "--trials", "2", changes=changes)
+    metrics = tmp_path / "study" / "trials" / "trial-00000" / "metrics.jsonl"
+    wait_until(lambda: metrics.is_file() and metrics.stat().st_size > 500, what="the first trial")
+    command.process.send_signal(signal.SIGINT)
+    code, output = command.finish()
+    assert code == 130, output
+    assert "the same command continues the study" in output
+    assert not find_processes(tmp_path)
+    assert (metrics.parent / "checkpoints" / "last").exists()
+
+
+@pytest.mark.slow
+def test_twenty_kills_lose_no_finished_trial_and_repeat_none(tmp_path: Path) -> None:
+    """Commands and trials are killed at random; at the end every trial has ended once, with the value of an undisturbed run."""
+    rng = random.Random(0)
+    changes = {"training.max_steps": 150, "evaluation.every": 50, "checkpoint.every": 50}
+    num_trials, kills = 8, 0
+    finished: dict[int, Any] = {}
+    killed_trials = 0
+    while True:
+        command = TuneProcess(tmp_path, "--trials", str(num_trials), changes=changes)
+        try:
+            command.process.wait(rng.uniform(1.0, 9.0) if kills < 20 else None)
+        except Exception:  # still running: kill the command, or one of its trials and then wait on
+            children = command.list_trial_processes()
+            if children and rng.random() < 0.3 and killed_trials < 2:
+                killed_trials += 1
+                psutil.Process(rng.choice(children).pid).kill()
+                kills += 1
+                command.process.wait(None) if rng.random() < 0.2 else command.kill()
+            else:
+                command.kill()
+            kills += 1
+        wait_until(lambda: not find_processes(tmp_path), what="left-over trials to end")
+        for trial in list_journal_trials(tmp_path):
+            if trial["state"] != "running":
+                assert finished.setdefault(trial["number"], trial) == trial
+        if command.process.returncode == 0:
+            if kills >= 20:
+                break
+            num_trials += 2
+    report = read_study(tmp_path)
+    assert [trial["number"] for trial in report["trials"]] == list(range(num_trials))
+    assert {trial["state"] for trial in report["trials"]} <= {"complete", "failed"}
+    assert sum(trial["state"] == "failed" for trial in report["trials"]) <= killed_trials
+    folders = [path.name for path in (tmp_path / "study" / "trials").iterdir()]
+    assert len(folders) == len(set(folders)) <= num_trials
+    complete = [trial for trial in report["trials"] if trial["state"] == "complete"]
+    for trial in rng.sample(complete, 3):
+        undisturbed = bottega.train(
+            "classify", {**build_settings(tmp_path, **changes), **trial["keys"], "output_dir": str(tmp_path / "u")}
+        )
+        values = [row["accuracy"] for row in undisturbed.history() if row["kind"] == "eval"]
+        assert trial["values"] == [max(values)]
+
+
+def list_journal_trials(folder: Path) -> list[dict[str, Any]]:
+    from bottega.tune.space import parse_space
+    from bottega.tune.study import Objective, Study, open_storage
+
+    (name,) = {
+        json.loads(line)["study_name"]
+        for line in (folder / "study" / "journal.jsonl").read_text().splitlines()
+        if '"study_name"' in line
+    } or {"study"}
+    study = Study(
+        open_storage(None, folder / "study"),
+        name,
+        dimensions=parse_space(SPACE),
+        base={},
+        objectives=[Objective("accuracy", "max")],
+    )
+    return [{"number": trial.number, "state": trial.state, "values": trial.values} for trial in study.list_trials()]
+
+
+def test_recipe_file_with_a_tune_section(tmp_path: Path) -> None:
+    """Training ignores the section, and the name of a run does not depend on it."""
+    values = build_settings(tmp_path)
+    with_section = load_recipe(["classify", {**values, "tune": {"trials": 4, "space": {"model": {"dropout": [0, 0.1]}}}}]).recipe
+    without = load_recipe(["classify", values]).recipe
+    assert with_section.run_name() == without.run_name()
+    path = tmp_path / "recipe.yaml"
+    path.write_text(to_yaml(with_section))
+    report = bottega.tune(path, trials=1, out=tmp_path / "study", jobs=1)
+    assert report["space"] == {"model.dropout": "[0, 0.1]"}
+    assert len(report["trials"]) == 1
