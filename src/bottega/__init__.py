@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from bottega.run.prepare import prepare
     from bottega.run.train import load, train
     from bottega.tasks.plugins import load_plugin
-    from bottega.tune.command import tune
+    from bottega.tuning.command import tune
 
 __version__ = "0.1.0"
 __all__ = [
@@ -47,7 +47,7 @@ _MODULES = {
     "prepare": "run.prepare",
     "runs": "analysis.library",
     "train": "run.train",
-    "tune": "tune.command",
+    "tune": "tuning.command",
 }
 """Function -> the module that defines it."""
 

@@ -198,9 +198,9 @@ def _parse_number(text: str) -> int | str:
 
 
 def _tune(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
-    from bottega.tune.command import tune_command
-    from bottega.tune.report import format_report
-    from bottega.tune.space import parse_space_words
+    from bottega.tuning.command import tune_command
+    from bottega.tuning.report import format_report
+    from bottega.tuning.space import parse_space_words
 
     names = ("trials", "jobs", "timeout", "metric", "method", "pruner")
     report = tune_command(

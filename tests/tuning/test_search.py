@@ -13,14 +13,15 @@ import pytest
 
 pytest.importorskip("optuna")
 
+from small_study import SPACE, TuneProcess, build_settings, find_processes, read_study, tune, wait_until
+
 import bottega
 from bottega.config.load import to_yaml
 from bottega.core.errors import UsageError
 from bottega.core.rundir import read_metrics
 from bottega.tasks.recipes import load_recipe
-from bottega.tune.command import StudyFailed
-from bottega.tune.report import format_report
-from tune.small_study import SPACE, TuneProcess, build_settings, find_processes, read_study, tune, wait_until
+from bottega.tuning.command import StudyFailed
+from bottega.tuning.report import format_report
 
 
 @pytest.fixture(scope="module")
@@ -68,15 +69,17 @@ def test_the_same_call_trains_nothing_again(report: dict[str, Any], folder: Path
     files = {path: path.stat().st_mtime_ns for path in (folder / "study" / "trials").rglob("*") if path.is_file()}
     again = tune(folder)
     assert again["trials"] == report["trials"]
-    assert {path: path.stat().st_mtime_ns for path in (folder / "study" / "trials").rglob("*") if path.is_file()} == files
+    assert {
+        path: path.stat().st_mtime_ns for path in (folder / "study" / "trials").rglob("*") if path.is_file()
+    } == files
 
 
 def test_more_trials_continue_the_study(report: dict[str, Any], folder: Path, tmp_path: Path) -> None:
     """The fourth trial has the keys that a study of four trials from the start would give it."""
     study = tune(folder, trials=4)
     assert study["trials"][:3] == report["trials"]
-    from bottega.tune.space import parse_space
-    from bottega.tune.study import Objective, Study, open_storage
+    from bottega.tuning.space import parse_space
+    from bottega.tuning.study import Objective, Study, open_storage
 
     fresh = Study(
         open_storage(None, tmp_path),
@@ -90,7 +93,9 @@ def test_more_trials_continue_the_study(report: dict[str, Any], folder: Path, tm
 
 
 def test_another_recipe_in_the_same_folder_is_refused(report: dict[str, Any], folder: Path) -> None:
-    with pytest.raises(UsageError, match=r"another recipe or space \(training.batch_size: 8 -> 16\); choose another study"):
+    with pytest.raises(
+        UsageError, match=r"another recipe or space \(training.batch_size: 8 -> 16\); choose another study"
+    ):
         tune(folder, changes={"training.batch_size": 16}, study=report["study"])
     with pytest.raises(UsageError, match="was started with another recipe or space"):
         tune(folder, space={"model.dropout": [0.1, 0.2]}, study=report["study"])
@@ -110,7 +115,7 @@ def test_a_diverged_trial_fails_with_its_reason_and_never_wins(tmp_path: Path) -
 
 
 def test_a_study_without_a_good_trial_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(StudyFailed, match="every trial of .* failed; the first: diverged"):
+    with pytest.raises(StudyFailed, match=r"every trial of .* failed; the first: diverged"):
         tune(tmp_path, space={"training.learning_rate": [1e38]}, method="grid", trials=None)
 
 
@@ -122,7 +127,11 @@ def test_equal_keys_are_trained_once(tmp_path: Path) -> None:
     assert len(list((tmp_path / "study" / "trials").iterdir())) == 5 - len(copies)
     for copy in copies:
         original = report["trials"][copy["same_as"]]
-        assert (copy["keys"], copy["values"], copy["curve"]) == (original["keys"], original["values"], original["curve"])
+        assert (copy["keys"], copy["values"], copy["curve"]) == (
+            original["keys"],
+            original["values"],
+            original["curve"],
+        )
 
 
 @pytest.mark.slow
@@ -130,7 +139,9 @@ def test_pruned_trials_are_ended_early_and_saved(tmp_path: Path) -> None:
     """A learning rate of 0.1 % of the right one is pruned against five good trials."""
     changes = {"training.max_steps": 400, "evaluation.every": 20, "checkpoint.every": None}
     space = {"training.learning_rate": [1e-2, 1.1e-2, 0.9e-2, 1.2e-2, 0.8e-2, 1e-5]}
-    report = tune(tmp_path, space=space, method="grid", trials=None, changes=changes, pruner="median", jobs=1, metric="loss")
+    report = tune(
+        tmp_path, space=space, method="grid", trials=None, changes=changes, pruner="median", jobs=1, metric="loss"
+    )
     assert [trial["state"] for trial in report["trials"]] == ["complete"] * 5 + ["pruned"]
     pruned = report["trials"][-1]
     assert pruned["step"] < 400
@@ -153,7 +164,9 @@ def test_trade_off_between_accuracy_and_size(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_best_is_confirmed_with_other_seeds(tmp_path: Path) -> None:
-    report = tune(tmp_path, space={"training.learning_rate": [1e-5, 3e-2]}, method="grid", trials=None, confirm=2, metric="loss")
+    report = tune(
+        tmp_path, space={"training.learning_rate": [1e-5, 3e-2]}, method="grid", trials=None, confirm=2, metric="loss"
+    )
     groups = {group["name"]: group for group in report["confirmation"]["groups"]}
     assert set(groups) == {"base", "second", "best"}
     assert {run["seed"] for run in groups["best"]["runs"]} == {1, 2}
@@ -244,8 +257,8 @@ def test_twenty_kills_lose_no_finished_trial_and_repeat_none(tmp_path: Path) -> 
 
 
 def list_journal_trials(folder: Path) -> list[dict[str, Any]]:
-    from bottega.tune.space import parse_space
-    from bottega.tune.study import Objective, Study, open_storage
+    from bottega.tuning.space import parse_space
+    from bottega.tuning.study import Objective, Study, open_storage
 
     (name,) = {
         json.loads(line)["study_name"]
@@ -265,7 +278,9 @@ def list_journal_trials(folder: Path) -> list[dict[str, Any]]:
 def test_recipe_file_with_a_tune_section(tmp_path: Path) -> None:
     """Training ignores the section, and the name of a run does not depend on it."""
     values = build_settings(tmp_path)
-    with_section = load_recipe(["classify", {**values, "tune": {"trials": 4, "space": {"model": {"dropout": [0, 0.1]}}}}]).recipe
+    with_section = load_recipe(
+        ["classify", {**values, "tune": {"trials": 4, "space": {"model": {"dropout": [0, 0.1]}}}}]
+    ).recipe
     without = load_recipe(["classify", values]).recipe
     assert with_section.run_name() == without.run_name()
     path = tmp_path / "recipe.yaml"

@@ -15,9 +15,9 @@ import pytest
 pytest.importorskip("optuna")
 
 from bottega.core.errors import EnvironmentProblem, UsageError
-from bottega.tune.journal import LockedJournal
-from bottega.tune.space import build_grid, parse_space
-from bottega.tune.study import Objective, Study, open_storage
+from bottega.tuning.journal import LockedJournal
+from bottega.tuning.space import build_grid, parse_space
+from bottega.tuning.study import Objective, Study, open_storage
 
 DIMENSIONS = parse_space(
     {

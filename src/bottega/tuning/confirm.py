@@ -12,8 +12,8 @@ from bottega.core.errors import UsageError
 from bottega.core.rundir import RunDirectory
 from bottega.run.job_pool import Job
 from bottega.terminal import escape_controls
-from bottega.tune.plan import StudyPlan
-from bottega.tune.trial_run import TrialRun
+from bottega.tuning.plan import StudyPlan
+from bottega.tuning.trial_run import TrialRun
 
 
 def confirm_best(

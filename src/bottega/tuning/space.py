@@ -212,7 +212,9 @@ def _parse_dimension(key: str, value: Any) -> Dimension:
 def _parse_text(key: str, text: str) -> Range | Choices:
     match = _RANGE.fullmatch(text)
     if match is not None and match[1] in KINDS:
-        arguments = [parse_value(part.strip(), f"--space {key}") for part in match[2].split(",")] if match[2].strip() else []
+        arguments = (
+            [parse_value(part.strip(), f"--space {key}") for part in match[2].split(",")] if match[2].strip() else []
+        )
         return _build_range(key, match[1], arguments)
     if match is not None:
         raise UsageError(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bottega.config.load import RecipeSource
-from bottega.config.metrics import infer_metric_mode
+from bottega.config.metrics import HIGHER_IS_BETTER, LOWER_IS_BETTER, infer_metric_mode
 from bottega.config.recipe import Recipe
 from bottega.config.schema_keys import collect_schema_keys, has_key
 from bottega.config.technique_options import is_option_key, list_option_keys
@@ -20,8 +20,8 @@ from bottega.run.checks import find_problems, raise_all
 from bottega.similar_names import find_similar_names
 from bottega.tasks import dependencies
 from bottega.tasks.recipes import load_recipe
-from bottega.tune.space import Dimension, build_grid, parse_space
-from bottega.tune.study import PROGRESS_UNITS, Objective
+from bottega.tuning.space import Dimension, build_grid, parse_space
+from bottega.tuning.study import PROGRESS_UNITS, Objective
 
 STUDIES_FOLDER = Path("studies")
 RUN_METRICS = {"parameters": "min", "seconds": "min", "samples_per_second": "max"}
@@ -212,6 +212,9 @@ def _parse_objectives(text: str | None, recipe: Recipe) -> tuple[Objective, ...]
             better = "higher" if known == "max" else "lower"
             raise UsageError(f"--metric {word}: {better} {name} is better; remove the sign")
         if wanted is None and known is None:
+            similar = find_similar_names(name, [*LOWER_IS_BETTER, *HIGHER_IS_BETTER, *RUN_METRICS])
+            if similar:
+                raise UsageError(f"--metric {name}: not measured; did you mean {similar[0]}?")
             raise UsageError(f"--metric {name}: write -{name} to minimise it or +{name} to maximise it")
         objectives.append(Objective(name, wanted or known))  # type: ignore[arg-type]
     names = [objective.name for objective in objectives]

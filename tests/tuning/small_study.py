@@ -37,7 +37,18 @@ class TuneProcess:
     def __init__(self, folder: Path, *words: str, changes: dict[str, Any] | None = None) -> None:
         values = [f"{key}={json.dumps(value)}" for key, value in build_settings(folder, **(changes or {})).items()]
         space = [word for key, value in SPACE.items() for word in ("--space", f"{key}={format_values(value)}")]
-        command = ["tune", "classify", *values, *space, "--method", "random", "--jobs", "2", "--out", str(folder / "study")]
+        command = [
+            "tune",
+            "classify",
+            *values,
+            *space,
+            "--method",
+            "random",
+            "--jobs",
+            "2",
+            "--out",
+            str(folder / "study"),
+        ]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "bottega", *command, *words],

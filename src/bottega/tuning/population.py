@@ -26,9 +26,9 @@ from bottega.run.train import lock_directory
 from bottega.signals import REQUEUE_EXIT_CODE, StopSignals
 from bottega.storage.durable import delete_folder
 from bottega.terminal import escape_controls
-from bottega.tune.plan import StudyPlan
-from bottega.tune.space import Choices, Dimension, Range, is_active
-from bottega.tune.trial_run import EXIT_REASONS, MetricsTail
+from bottega.tuning.plan import StudyPlan
+from bottega.tuning.space import Choices, Dimension, Range, is_active
+from bottega.tuning.trial_run import EXIT_REASONS, MetricsTail
 
 CHANGEABLE_KEYS = (
     "training.learning_rate",
@@ -110,7 +110,7 @@ def run_population(
     plan: StudyPlan, environments: list[dict[str, str]], console: Any, *, verify: bool = False
 ) -> dict[str, Any]:
     """Train a population, write its report, and return it; the same call continues an earlier one."""
-    from bottega.tune.population_report import build_report, write_report
+    from bottega.tuning.population_report import build_report, write_report
 
     boundaries = check_population(plan)
 
@@ -153,7 +153,7 @@ class Population:
             self._train_segments(waiting, environments, deadline=deadline)
             segments = [self.segments[segment.name] for segment in segments]
             if all(segment.value is None for segment in segments):
-                from bottega.tune.command import StudyFailed
+                from bottega.tuning.command import StudyFailed
 
                 raise StudyFailed(f"every member of {self._plan.folder} failed; the first: {segments[0].reason}")
             values = [segment.value for segment in segments if segment.value is not None]

@@ -13,7 +13,7 @@ from bottega.config.recipe import Recipe
 from bottega.core import checkpoint as checkpoints
 from bottega.core.rundir import Lock, RunDirectory
 from bottega.run.job_pool import Job
-from bottega.tune.study import PROGRESS_UNITS, Objective
+from bottega.tuning.study import PROGRESS_UNITS, Objective
 
 EXIT_REASONS = {3: "data", 4: "checkpoint", 5: "environment", 6: "diverged", 7: "out of memory", 8: "a rank was lost"}
 """Exit code of a trial -> what it means, in front of its last line."""

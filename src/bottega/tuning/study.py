@@ -20,9 +20,9 @@ from optuna.trial import FrozenTrial, TrialState
 
 from bottega.config.credentials import strip_credentials_in_text
 from bottega.core.errors import EnvironmentProblem, UsageError
-from bottega.tune.journal import LockedJournal
-from bottega.tune.samplers import build_sampler
-from bottega.tune.space import Choices, Dimension, is_active
+from bottega.tuning.journal import LockedJournal
+from bottega.tuning.samplers import build_sampler
+from bottega.tuning.space import Choices, Dimension, is_active
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 

@@ -108,7 +108,7 @@ def run_study(
         import optuna  # noqa: F401
     except ImportError:
         raise EnvironmentProblem("tune needs optuna; pip install 'bottega[tune]'") from None
-    from bottega.tune.plan import check_metrics_available, plan_study
+    from bottega.tuning.plan import check_metrics_available, plan_study
 
     if is_launched():
         raise UsageError("tune starts processes of its own; start it without torchrun")
@@ -132,7 +132,7 @@ def run_study(
             check_metrics_available(plan, bar)
         folder.path.mkdir(parents=True, exist_ok=True)
         if plan.options.method == "pbt":
-            from bottega.tune.population import run_population
+            from bottega.tuning.population import run_population
 
             return run_population(plan, environments, console, verify=verify)
         return _search(plan, environments, console, confirm=confirm, fresh=fresh)
@@ -144,11 +144,11 @@ def run_study(
 def _search(
     plan: Any, environments: list[dict[str, str]], console: Any, *, confirm: int, fresh: bool
 ) -> dict[str, Any]:
-    from bottega.tune.confirm import confirm_best
-    from bottega.tune.display import show_search
-    from bottega.tune.report import build_report, write_report, write_study_json
-    from bottega.tune.search import Search
-    from bottega.tune.study import Study, delete_study, open_storage
+    from bottega.tuning.confirm import confirm_best
+    from bottega.tuning.display import show_search
+    from bottega.tuning.report import build_report, write_report, write_study_json
+    from bottega.tuning.search import Search
+    from bottega.tuning.study import Study, delete_study, open_storage
 
     storage = open_storage(plan.storage, plan.folder)
     if fresh and plan.storage is not None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bottega.core.errors import UsageError
-from bottega.tune.space import Choices, Condition, Range, build_grid, is_active, parse_space, parse_space_words
+from bottega.tuning.space import Choices, Condition, Range, build_grid, is_active, parse_space, parse_space_words
 
 
 @pytest.mark.parametrize(

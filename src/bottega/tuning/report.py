@@ -13,9 +13,9 @@ from bottega.core.rundir import RunDirectory
 from bottega.plots.figure import try_plot
 from bottega.plots.study import plot_history, plot_parallel, plot_pareto, plot_slices
 from bottega.terminal import escape_controls
-from bottega.tune.plan import StudyPlan, load_with
-from bottega.tune.search import find_best_trial, format_keys, format_value
-from bottega.tune.study import Study, TrialRecord
+from bottega.tuning.plan import StudyPlan, load_with
+from bottega.tuning.search import find_best_trial, format_keys, format_value
+from bottega.tuning.study import Study, TrialRecord
 
 MAX_TRIALS_SHOWN = 10
 """Best trials in the printed table."""

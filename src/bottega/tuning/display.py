@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from bottega.terminal import escape_controls
-from bottega.tune.plan import StudyPlan
-from bottega.tune.search import SearchStatus, format_value
-from bottega.tune.study import TrialRecord
-from bottega.tune.trial_run import TrialRun, find_best_row
+from bottega.tuning.plan import StudyPlan
+from bottega.tuning.search import SearchStatus, format_value
+from bottega.tuning.study import TrialRecord
+from bottega.tuning.trial_run import TrialRun, find_best_row
 
 REFRESH_SECONDS = 1.0
 """Seconds between two drawings of the table, which take some milliseconds each."""

@@ -12,9 +12,9 @@ from bottega.core.errors import DirectoryInUse, UsageError
 from bottega.core.rundir import Lock, RunDirectory
 from bottega.run.job_pool import ChildRun, Job, JobPool
 from bottega.signals import REQUEUE_EXIT_CODE, StopSignals
-from bottega.tune.plan import StudyPlan
-from bottega.tune.study import Study, TrialRecord
-from bottega.tune.trial_run import EXIT_REASONS, TrialRun, find_best_row, get_trial_name, to_progress
+from bottega.tuning.plan import StudyPlan
+from bottega.tuning.study import Study, TrialRecord
+from bottega.tuning.trial_run import EXIT_REASONS, TrialRun, find_best_row, get_trial_name, to_progress
 
 POLL_SECONDS = 0.25
 """Seconds between two looks at the trials."""

@@ -8,10 +8,10 @@ from typing import Any
 from bottega.core.rundir import RunDirectory
 from bottega.plots.figure import try_plot
 from bottega.plots.study import plot_population
-from bottega.tune.plan import StudyPlan
-from bottega.tune.population import Segment
-from bottega.tune.report import write_best_recipe, write_study_json
-from bottega.tune.search import format_keys
+from bottega.tuning.plan import StudyPlan
+from bottega.tuning.population import Segment
+from bottega.tuning.report import write_best_recipe, write_study_json
+from bottega.tuning.search import format_keys
 
 
 def build_report(plan: StudyPlan, segments: dict[str, Segment]) -> dict[str, Any]:
