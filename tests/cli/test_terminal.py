@@ -51,6 +51,18 @@ class HostileFiles:
         few = {"training.max_steps": 2, "evaluation.every": 2, "data.validation": None, "name": "folds"}
         return ["crossval", "classify", *self.keys(self.classify_settings(**few)), "--folds", "2"]
 
+    def tune(self) -> list[str]:
+        few = {"training.max_steps": 2, "evaluation.every": 1, "name": None}
+        space = ["--space", "training.learning_rate=[1e-3,1e-2]", "--method", "grid", "--study", f"study{TITLE[1:4]}"]
+        return [
+            "tune",
+            "classify",
+            *self.keys(self.classify_settings(**few)),
+            *space,
+            "--out",
+            str(self.folder / "study"),
+        ]
+
     def foreign(self) -> str:
         path = self.folder / "axolotl.yml"
         path.write_text("base_model: gpt2\nsequence_len: 64\nlearning_rate: 0.001\nmicro_batch_size: 2\nmax_steps: 3\n")
@@ -94,6 +106,7 @@ CASES: dict[str, Any] = {
     ),
     "runs": (lambda p: ["runs", p.folder], ["language", "finished", "8/8"]),
     "crossval": (lambda p: p.crossval(), ["fold-0", "accuracy"]),
+    "tune": (lambda p: p.tune(), ["2 trials", "best: trial", "next:  bottega train"]),
     "compare": (lambda p: ["compare", p.classify, p.other], ["A", "B"]),
     "lr-find": (
         lambda p: [
@@ -114,7 +127,7 @@ def test_every_verb_has_a_case() -> None:
     assert set(CASES) == set(cli.VERBS), "a new verb needs a case"
 
 
-STARTS_PROCESSES = ("crossval", "verify-resume")
+STARTS_PROCESSES = ("crossval", "tune", "verify-resume")
 
 
 @pytest.mark.parametrize(

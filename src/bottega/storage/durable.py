@@ -88,6 +88,29 @@ def write_atomic(path: Path, data: str | bytes) -> None:
         flush(temporary)
 
 
+def append_locked(path: Path, data: bytes) -> None:
+    """Append to a file that several processes write: all of `data` or, on a full disk, nothing; flushed to disk.
+
+    The kernel releases the lock of a killed process, and a line that it has cut off is removed before the next is written.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        end = os.lseek(descriptor, 0, os.SEEK_END)
+        if end and os.pread(descriptor, 1, end - 1) != b"\n":
+            end = os.pread(descriptor, end, 0).rfind(b"\n") + 1
+            os.ftruncate(descriptor, end)
+        try:
+            if os.pwrite(descriptor, data, end) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(descriptor)
+        except OSError:
+            os.ftruncate(descriptor, end)
+            raise
+    finally:
+        os.close(descriptor)
+
+
 def move_files(paths: Iterable[Path], folder: Path) -> None:
     """Move files into `folder`, on the same file system, keeping their names."""
     for path in paths:

@@ -48,8 +48,9 @@ def show_search(
 def build_table(plan: StudyPlan, status: SearchStatus) -> Any:
     """Return the table: trials that run, and those that ended last; above it the best so far and the remaining time."""
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(title=escape_controls(describe_status(plan, status)), title_justify="left", box=None, padding=(0, 1))
+    table = Table(box=None, padding=(0, 1))
     keys = [dimension.key for dimension in plan.dimensions]
     table.add_column("trial", justify="right")
     for key in keys:
@@ -64,7 +65,10 @@ def build_table(plan: StudyPlan, status: SearchStatus) -> Any:
         table.add_row(*_format_ended(trial, keys, is_best=trial.number == best), style=STATE_STYLES[trial.state])
     for trial_run in sorted(status.active.values(), key=lambda trial: trial.number):
         table.add_row(*_format_active(trial_run, keys, plan), style=STATE_STYLES["running"])
-    return table
+    layout = Table.grid()
+    layout.add_row(Text(escape_controls(describe_status(plan, status)), style="bold"))
+    layout.add_row(table)
+    return layout
 
 
 def describe_status(plan: StudyPlan, status: SearchStatus) -> str:

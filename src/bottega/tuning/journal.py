@@ -7,9 +7,7 @@ written.
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, final
@@ -17,6 +15,7 @@ from typing import Any, final
 from optuna.storages.journal import BaseJournalBackend
 
 from bottega.core.saver import explain_os_error
+from bottega.storage.durable import append_locked
 
 
 @final
@@ -46,26 +45,6 @@ class LockedJournal(BaseJournalBackend):
         """Append entries; all of them or, if the disk is full, none."""
         data = "".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs).encode()
         try:
-            handle = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX)
-                self._append(handle, data)
-            finally:
-                os.close(handle)
+            append_locked(self._path, data)
         except OSError as error:
             raise explain_os_error(error, self._path) from None
-
-    def _append(self, handle: int, data: bytes) -> None:
-        end = os.lseek(handle, 0, os.SEEK_END)
-        if end and os.pread(handle, 1, end - 1) != b"\n":
-            start = max(0, end - (1 << 20))
-            end = start + os.pread(handle, end - start, start).rfind(b"\n") + 1
-            os.ftruncate(handle, end)
-        try:
-            written = os.pwrite(handle, data, end)
-            if written < len(data):
-                raise OSError(28, "No space left on device")
-            os.fsync(handle)
-        except OSError:
-            os.ftruncate(handle, end)
-            raise

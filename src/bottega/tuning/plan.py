@@ -101,9 +101,9 @@ class StudyPlan:
 
 def load_with(sources: Sequence[RecipeSource], overrides: Sequence[Override], keys: Mapping[str, Any]) -> Recipe:
     """Load a recipe with further keys, which replace overrides of the same key; defaults follow from the keys."""
-    kept = [override for override in overrides if _resolve_key(override[0]) not in keys]
+    unchanged = [override for override in overrides if _resolve_key(override[0]) not in keys]
     added = [(key, json.dumps(value), "tune") for key, value in keys.items()]
-    return load_recipe(list(sources), [*kept, *added]).recipe
+    return load_recipe(list(sources), [*unchanged, *added]).recipe
 
 
 def plan_study(
@@ -204,19 +204,19 @@ def _parse_objectives(text: str | None, recipe: Recipe) -> tuple[Objective, ...]
         name = word.lstrip("+-")
         if not name:
             raise UsageError(f"--metric {text}: expected names separated by commas, such as accuracy,-parameters")
-        known = RUN_METRICS.get(name) or infer_metric_mode(name)
+        inferred_mode = RUN_METRICS.get(name) or infer_metric_mode(name)
         if name == recipe.evaluation.metric:
-            known = recipe.evaluation.resolved_mode
-        wanted = {"-": "min", "+": "max"}.get(word[0])
-        if wanted is not None and known is not None and wanted != known:
-            better = "higher" if known == "max" else "lower"
+            inferred_mode = recipe.evaluation.resolved_mode
+        signed_mode = {"-": "min", "+": "max"}.get(word[0])
+        if signed_mode is not None and inferred_mode is not None and signed_mode != inferred_mode:
+            better = "higher" if inferred_mode == "max" else "lower"
             raise UsageError(f"--metric {word}: {better} {name} is better; remove the sign")
-        if wanted is None and known is None:
+        if signed_mode is None and inferred_mode is None:
             similar = find_similar_names(name, [*LOWER_IS_BETTER, *HIGHER_IS_BETTER, *RUN_METRICS])
             if similar:
                 raise UsageError(f"--metric {name}: not measured; did you mean {similar[0]}?")
             raise UsageError(f"--metric {name}: write -{name} to minimise it or +{name} to maximise it")
-        objectives.append(Objective(name, wanted or known))  # type: ignore[arg-type]
+        objectives.append(Objective(name, signed_mode or inferred_mode))  # type: ignore[arg-type]
     names = [objective.name for objective in objectives]
     if len(set(names)) < len(names):
         raise UsageError(f"--metric {text}: a metric is given twice; keep one")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, final
 
 import optuna
-from optuna.storages import BaseStorage, JournalStorage, RDBStorage
+from optuna.storages import BaseStorage, JournalStorage, RDBStorage, get_storage
 from optuna.trial import FrozenTrial, TrialState
 
 from bottega.config.credentials import strip_credentials_in_text
@@ -108,7 +108,7 @@ def open_storage(storage: str | None, folder: Path) -> BaseStorage:
     options = {"connect_args": {"timeout": 60}} if storage.startswith("sqlite") else {"pool_pre_ping": True}
     label = f"--storage {strip_credentials_in_text(storage)}"
     try:
-        return retry(lambda: RDBStorage(storage, engine_kwargs=options))
+        return get_storage(retry(lambda: RDBStorage(storage, engine_kwargs=options)))
     except sqlalchemy.exc.ArgumentError:
         raise UsageError(f"{label}: not a database URL; write sqlite:///tune.db or postgresql://user@host/db") from None
     except ImportError as error:
@@ -164,6 +164,7 @@ class Study:
         Raises UsageError if the study in the storage has another `identity`.
         """
         self.objectives = tuple(objectives)
+        self._storage = storage
         self._dimensions, self._base = list(dimensions), dict(base)
         self._study = retry(
             lambda: optuna.create_study(
@@ -175,8 +176,12 @@ class Study:
                 pruner=build_pruner(pruner, first_evaluation=first_evaluation),
             )
         )
+        self._study_id = retry(lambda: storage.get_study_id_from_name(name))
         if identity is not None:
             self._check_identity(name, dict(identity))
+
+    def _get_trial_id(self, number: int) -> int:
+        return retry(lambda: self._storage.get_trial_id_from_study_id_trial_number(self._study_id, number))
 
     def _check_identity(self, name: str, identity: dict[str, Any]) -> None:
         stored = self._study.user_attrs.get(IDENTITY_ATTRIBUTE)
@@ -213,8 +218,7 @@ class Study:
 
     def complete_proposal(self, number: int) -> TrialRecord:
         """Return a trial whose process died while it was proposed, with its remaining keys filled in."""
-        frozen = self._study.get_trials(deepcopy=False)[number]
-        self._suggest(optuna.trial.Trial(self._study, frozen._trial_id))
+        self._suggest(optuna.trial.Trial(self._study, self._get_trial_id(number)))
         return self.get_trial(number)
 
     def _suggest(self, trial: optuna.trial.Trial) -> None:
@@ -227,11 +231,11 @@ class Study:
 
     def report(self, number: int, progress: int, value: float) -> bool:
         """Record an evaluation at `progress` thousandths of the run; return whether the trial should be pruned."""
-        frozen = self._study.get_trials(deepcopy=False)[number]
+        frozen, trial_id = self._get_frozen(number), self._get_trial_id(number)
         if progress in frozen.intermediate_values or not math.isfinite(value):
             return False
         # By the storage, because a trial continued from an earlier process has no Trial object.
-        retry(lambda: self._study._storage.set_trial_intermediate_value(frozen._trial_id, progress, value))
+        retry(lambda: self._storage.set_trial_intermediate_value(trial_id, progress, value))
         if len(self.objectives) > 1:
             return False
         return self._study.pruner.prune(self._study, self._get_frozen(number))
@@ -251,9 +255,9 @@ class Study:
 
     def set_attributes(self, number: int, **attributes: Any) -> None:
         """Record details of a trial."""
-        trial_id = self._get_frozen(number)._trial_id
+        trial_id = self._get_trial_id(number)
         for key, value in attributes.items():
-            retry(lambda key=key, value=value: self._study._storage.set_trial_user_attr(trial_id, key, value))  # type: ignore[misc]
+            retry(lambda key=key, value=value: self._storage.set_trial_user_attr(trial_id, key, value))  # type: ignore[misc]
 
     def get_trial(self, number: int) -> TrialRecord:
         """Return the present state of a trial."""

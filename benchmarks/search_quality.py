@@ -1,0 +1,127 @@
+"""Compare search methods and pruners on a recorded table of real runs (benchmarks/search_table.json.gz).
+
+    python benchmarks/search_quality.py [--trials 50] [--seeds 30]
+
+Searches run through the code of `bottega tune`, but a trial looks its learning curve up in place of training. Methods are
+compared by the best value found (Wilcoxon test over seeds, as `bottega compare` does), pruners by the steps they save.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from optuna.storages import InMemoryStorage
+
+from bottega.analysis.statistics import compare_paired
+from bottega.tuning.space import build_grid, parse_space
+from bottega.tuning.study import Objective, Study
+
+TABLE = Path(__file__).with_name("search_table.json.gz")
+
+
+def load_table() -> tuple[dict[str, Any], dict[str, list[list[float]]]]:
+    table = json.loads(gzip.decompress(TABLE.read_bytes()))
+    curves = {json.dumps(run["keys"], sort_keys=True): run["curve"] for run in table["runs"]}
+    return table, curves
+
+
+def search(
+    table: dict[str, Any],
+    curves: dict[str, list[list[float]]],
+    *,
+    method: str,
+    pruner: str,
+    seed: int,
+    num_trials: int,
+    jobs: int = 1,
+) -> dict[str, Any]:
+    """Return the best accuracy of a complete trial after each trial, and the steps trained of those that would be trained."""
+    dimensions = parse_space(table["grid"])
+    study = Study(
+        InMemoryStorage(),
+        "s",
+        dimensions=dimensions,
+        base={},
+        objectives=[Objective("accuracy", "max")],
+        method=method,
+        pruner=pruner,
+        seed=seed,
+        grid=build_grid(dimensions, {}) if method == "grid" else (),
+        first_evaluation=100,
+    )
+    best, history, trained, full = 0.0, [], 0, 0
+    trained_points: set[str] = set()
+    while (record := study.ask(limit=num_trials)) is not None:
+        name = json.dumps(record.keys, sort_keys=True)
+        curve = curves[name]
+        is_pruned = False
+        steps = 0
+        for step, accuracy, _ in curve:
+            steps = step
+            if study.report(record.number, round(1000 * step / table["steps"]), accuracy) and step < table["steps"]:
+                is_pruned = True
+                break
+        if name not in trained_points:  # the same keys are never trained twice
+            trained, full = trained + steps, full + table["steps"]
+        trained_points.add(name)
+        if not curve:
+            study.fail(record.number, "diverged")
+        elif is_pruned:
+            study.prune(record.number)
+        else:
+            value = max(accuracy for _, accuracy, _ in curve)
+            study.finish(record.number, [value])
+            best = max(best, value)
+        history.append(best)
+    return {"best": best, "history": history, "trained": trained, "full": full, "distinct": len(trained_points)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--trials", type=int, default=50)
+    parser.add_argument("--seeds", type=int, default=30)
+    parser.add_argument("--methods", default="random,tpe,cmaes")
+    parser.add_argument("--pruners", default="none,median,asha,hyperband")
+    arguments = parser.parse_args()
+    table, curves = load_table()
+    values = sorted((max((row[1] for row in curve), default=0.0) for curve in curves.values()), reverse=True)
+    print(
+        f"{len(curves)} runs of {table['recipe']}, best {values[0]:.4f}, 5th {values[4]:.4f}, median {values[len(values) // 2]:.4f}"
+    )
+    methods = arguments.methods.split(",")
+    results: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    settings = [(method, "none") for method in methods]
+    settings += [("tpe", pruner) for pruner in arguments.pruners.split(",") if pruner != "none"]
+    for method, pruner in settings:
+        start = time.perf_counter()
+        results[method, pruner] = [
+            search(table, curves, method=method, pruner=pruner, seed=seed, num_trials=arguments.trials)
+            for seed in range(arguments.seeds)
+        ]
+        runs = results[method, pruner]
+        best = [run["best"] for run in runs]
+        saved = 1 - sum(run["trained"] for run in runs) / sum(run["full"] for run in runs)
+        ranks = [sum(value > b for value in values) for b in best]
+        print(
+            f"{method:<8}{pruner:<10} best mean {statistics.mean(best):.4f}, median {statistics.median(best):.4f}, rank of 288: "
+            f"{statistics.mean(ranks):.1f}, distinct {statistics.mean(run['distinct'] for run in runs):.1f}, steps saved "
+            f"{saved:.0%}, {time.perf_counter() - start:.0f} s"
+        )
+    for first, second in [(("random", "none"), ("tpe", "none"))] + [
+        (("tpe", "none"), ("tpe", pruner)) for pruner in arguments.pruners.split(",") if pruner != "none"
+    ]:
+        a = np.array([run["best"] for run in results[first]])
+        b = np.array([run["best"] for run in results[second]])
+        comparison = compare_paired(a, b, level=0.95)
+        print(f"{' '.join(second)} against {' '.join(first)}: {(b - a).mean():+.5f}, {comparison}")
+
+
+if __name__ == "__main__":
+    main()
