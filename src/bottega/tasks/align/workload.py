@@ -30,7 +30,7 @@ from bottega.tasks.align.config import AlignRecipe, build_clip_shape
 from bottega.tasks.align.task import Alignment
 from bottega.tasks.base_model import find_base_folder
 from bottega.tasks.media_tables import MediaProcessor, MediaTables, build_media_data
-from bottega.tasks.metadata import MetadataMissing, read_metadata
+from bottega.tasks.metadata import MetadataUnreadable, read_metadata
 from bottega.tasks.sampler import Sampler
 from bottega.tasks.table_data import TableData
 from bottega.tasks.workload import Workload
@@ -230,7 +230,7 @@ def _read_complete_metadata(folder: Path) -> AlignMetadata:
     """Read the metadata of a saved processor whose tokenizer is there too."""
     metadata = _read_metadata(folder)
     if not (folder / TOKENIZER_FOLDER / "tokenizer.json").is_file():
-        raise MetadataMissing(
+        raise MetadataUnreadable(
             f"{folder / TOKENIZER_FOLDER} has no tokenizer; run the training command again to rewrite it"
         )
     return metadata
