@@ -190,7 +190,8 @@ def compute_latents(
 
     def encode(values: np.ndarray) -> np.ndarray:
         if not loaded_models:  # cached latents need no autoencoder
-            loaded_models.append(build_model(metadata.build_latents().spec(), 0).to(device).eval())
+            # The spec loads the autoencoder's weights, so the seed has no effect.
+            loaded_models.append(build_model(metadata.build_latents().spec(), seed=0).to(device).eval())
         return encode_moments(loaded_models[0], torch.from_numpy(values).to(device)).cpu().numpy()
 
     for rows, _ in tables.values():
