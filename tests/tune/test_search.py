@@ -110,7 +110,7 @@ def test_a_diverged_trial_fails_with_its_reason_and_never_wins(tmp_path: Path) -
 
 
 def test_a_study_without_a_good_trial_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(StudyFailed, match="every trial of .* failed; the first: diverged"):
+    with pytest.raises(StudyFailed, match=r"every trial of .* failed; the first: diverged"):
         tune(tmp_path, space={"training.learning_rate": [1e38]}, method="grid", trials=None)
 
 
