@@ -18,6 +18,7 @@ from bottega.data.image.augment import denormalise_pixels
 from bottega.data.image.write import write_images
 from bottega.data.prepare.media import prepare_media
 from bottega.data.prepare.prepared import PreparedData
+from bottega.data.records.fields import CAPTION_FIELDS
 from bottega.data.sources.samples import load_image_encoder
 from bottega.data.tables.classes import Classes
 from bottega.data.text.captions import CaptionTokenizer, read_captions
@@ -100,8 +101,8 @@ def _check_recipe(recipe: Recipe) -> AlignRecipe:
         raise UsageError(f"data.normalise: {data.normalise} has no effect: a CLIP normalises pixels itself; remove it")
     if data.condition_field is not None:
         raise UsageError(
-            "data.condition_field: captions are read from the fields caption, text or txt; set data.train.label to "
-            "read another field"
+            "data.condition_field does not apply to captions; remove it, and set data.train.label if they are in none of the "
+            f"fields {', '.join(CAPTION_FIELDS)}"
         )
     return recipe
 

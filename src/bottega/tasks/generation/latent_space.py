@@ -59,11 +59,12 @@ class LatentMetadata(BaseModel):
 
         It may be where the recipe names it, at its recorded path, or beside a run that was moved.
         """
-        recorded, runs = Path(self.folder), processor.absolute().parent.parent
+        recorded = Path(self.folder)
+        runs_folder = processor.absolute().parent.parent  # of RUNS/RUN/processor
         candidates = [
             lambda: resolve_vae_folder(recipe),
             lambda: recorded,
-            lambda: dependencies.get_dependencies_folder(runs) / recorded.parent.name / recorded.name,
+            lambda: dependencies.get_dependencies_folder(runs_folder) / recorded.parent.name / recorded.name,
         ]
         owner = processor.parent if str(recipe.model.vae).startswith(dependencies.REFERENCE_PREFIX) else None  # type: ignore[attr-defined]
         folder = find_frozen_model(KIND, self.content, candidates, recorded_folder=self.folder, owner=owner)
