@@ -40,7 +40,7 @@ def settings(folder: Path, **changes: Any) -> dict[str, Any]:
 
 
 def lasting(folder: Path, **changes: Any) -> dict[str, Any]:
-    """Return settings with keys stated every other step, and a memory that forms a prototype within four steps."""
+    """Return settings with two lasting keys, stated in alternate segments, and a memory that forms a prototype within four steps."""
     sizes = {
         "data.segment_length": 8,
         "data.num_questions": 1,

@@ -48,6 +48,7 @@ def test_training_file_is_evaluated_on_its_held_out_split(
 ) -> None:
     run, data = str(folder / "runs" / "run"), folder / "texts.jsonl"
     config = tmp_path / "test.yaml"
+    # The fraction has no effect: the samples are those that the run itself held out, 12 of 96.
     config.write_text(f"data: {{train: {{path: {data}}}, test: {{split: 0.5}}}}\n")
     copy = shutil.copy(data, tmp_path / "copy.jsonl")
     own = {split: run_evaluate(capsys, run, "--split", split) for split in ("validation", "test", "train")}
@@ -122,10 +123,10 @@ def test_report_names_split_samples_and_checkpoint(
 def test_checkpoint_can_be_given_by_its_path(folder: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     run = folder / "runs" / "run"
     checkpoint = run / "checkpoints" / name
-    number = name.removeprefix("step-0000000")
-    expected = run_evaluate(capsys, str(run), "--checkpoint", number)
+    option = name.removeprefix("step-0000000")  # --checkpoint takes best, last or the number of a step
+    expected = run_evaluate(capsys, str(run), "--checkpoint", option)
     assert run_evaluate(capsys, "--model_path", str(checkpoint)) == expected
-    assert bottega.predict(checkpoint, ["salt"]) == bottega.predict(run, ["salt"], checkpoint=number)
+    assert bottega.predict(checkpoint, ["salt"]) == bottega.predict(run, ["salt"], checkpoint=option)
     assert bottega.load(checkpoint).checkpoint.name == Path(expected["checkpoint"]).name
     for arguments in (["predict", str(checkpoint), "salt"], ["ledger", str(checkpoint), "--step", "1"]):
         assert cli.main(arguments) == 0, arguments
@@ -192,5 +193,7 @@ def test_judge_is_trained_from_another_working_directory(tmp_path: Path, monkeyp
     assert "conditional_accuracy" in result["metrics"]
     assert not any(away.iterdir())
     monkeypatch.chdir(home)
-    assert bottega.evaluate("runs/drawn", count=4)["metrics"] == result["metrics"], "the same judge"
+    assert bottega.evaluate("runs/drawn", count=4)["metrics"] == result["metrics"], (
+        "the judge must be reused, not trained again"
+    )
     assert len(list((home / "runs" / "parts").iterdir())) == 1

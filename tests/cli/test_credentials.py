@@ -107,7 +107,7 @@ def test_errors_and_crashes_do_not_leak_credentials(remote: RemoteStoreCommands)
         (["train", "mine.yaml"], 2),
     )
     assert "https://far.example/texts/far.txt cannot be reached (PermissionError)" in refused
-    assert "give them again in data.train.path or --data" in bare
+    assert "give it again in data.train.path or --data: they are never stored" in bare
     assert "Traceback" in traced
     recipe.unlink()
     remote.check_clean()

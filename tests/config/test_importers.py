@@ -595,6 +595,17 @@ def test_defaults_of_the_source_are_written(kind: str) -> None:
     assert training.mixed_precision == "fp32"
 
 
+@pytest.mark.parametrize("changes", [{}, {"val_size": 0}])
+def test_named_validation_data_does_not_switch_validation_off(changes: dict[str, Any]) -> None:
+    config = {**BASES["llamafactory"], "eval_dataset": "letters", **changes}
+    translation = translate_example("llamafactory", config)
+    assert "validation" not in translation.to_recipe().get("data", {})
+    assert_every_key_is_reported(translation, config)
+    reasons = {row.source_key: row.reason for row in translation.unmapped}
+    assert "data.validation.path" in reasons["eval_dataset"]
+    assert translate_example("llamafactory", BASES["llamafactory"]).to_recipe()["data"]["validation"] is None
+
+
 def test_lightning_without_clipping_stays_unclipped() -> None:
     training = check_recipe([translate_example("lightning", BASES["lightning"]).to_recipe()]).recipe.training
     assert training.max_grad_norm is None
@@ -618,6 +629,7 @@ REASONS = [
     ("axolotl", "learning_rate: -1", "learning_rate", "invalid value"),
     ("llamafactory", "template: llama3", "template", "no counterpart"),
     ("llamafactory", "dataset: a,b", "dataset", "no counterpart"),
+    ("llamafactory", "{eval_dataset: a, val_size: 0}", "val_size", "not applicable"),
     ("llamafactory", "stage: dpo", "stage", "no counterpart"),
     ("llamafactory", "use_dora: true", "use_dora", "not implemented yet"),
     ("trainer", "{max_steps: 5, num_train_epochs: 3}", "num_train_epochs", "not applicable"),

@@ -12,7 +12,7 @@ from bottega.core.errors import CheckpointError, DataError, UsageError
 from bottega.data.prepare.prepared import PreparedData
 from bottega.tasks.personalize.config import PersonalizeData
 from bottega.tasks.personalize.data.collections import read_collection
-from bottega.tasks.personalize.data.item_captions import caption_images
+from bottega.tasks.personalize.data.item_captions import FileCaptions, caption_images
 from bottega.tasks.personalize.data.records import PersonalRows, Record
 from bottega.tasks.personalize.data.tables import prepare_personal
 from small_collections import write_captioning_model, write_flickr, write_image, write_pog, write_ser
@@ -278,6 +278,13 @@ def test_unsuitable_captioning_models_are_refused(tmp_path: Path) -> None:
         load_captioner(model)
     with pytest.raises(UsageError, match="is not the folder of a captioning model"):
         prepare_people(build_data(folder, "ser", captions=str(model)))
+
+
+def test_caption_table_without_a_caption_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "captions.csv"
+    path.write_text("id,caption\na,\nb,\n")
+    with pytest.raises(DataError, match=r"captions\.csv has no captions; give a table .* a text in at least one row"):
+        FileCaptions(path)
 
 
 def test_empty_caption_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

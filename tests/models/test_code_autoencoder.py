@@ -64,10 +64,11 @@ def test_every_level_is_reachable_and_bounded(levels: tuple[int, ...]) -> None:
 
 def test_level_boundaries_match_the_paper() -> None:
     """With 8 levels, bound(z) = 3.5035 tanh(z + s) - 0.5 with tanh(s) = 0.5 / 3.5035, and it is rounded."""
-    half_range, quantizer = 3.5035, FiniteScalarQuantizer((8,))
+    half_range, offset, quantizer = 3.5035, 0.5, FiniteScalarQuantizer((8,))
     for level in range(-3, 4):
-        boundary = math.atanh((level - 0.5 + 0.5) / half_range) - math.atanh(0.5 / half_range)
-        both_sides = torch.tensor([[boundary - 1e-3], [boundary + 1e-3]])
+        rounding_boundary = level - 0.5  # bound(z) there rounds to level - 1 below, and to level above
+        z = math.atanh((rounding_boundary + offset) / half_range) - math.atanh(offset / half_range)
+        both_sides = torch.tensor([[z - 1e-3], [z + 1e-3]])
         assert (4 * quantizer(both_sides)[0]).flatten().tolist() == [level - 1, level]
 
 
@@ -114,7 +115,6 @@ def test_reconstruction_gradient_reaches_the_encoder_and_changes_no_state(kind: 
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     model(draw(2, 16, 16, 3))[0].square().sum().backward()
     for name, parameter in model.encoder.named_parameters():
-        # A gain before another norm has a zero gradient only if no gradient arrives.
         assert parameter.grad is not None, name
         assert parameter.grad.abs().max() > 0, name
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

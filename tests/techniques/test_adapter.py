@@ -167,7 +167,10 @@ def test_training_starts_from_an_exported_adapter(base: Path, tmp_path: Path) ->
     train_from_start("more", options={"train": ["backbone.out", "backbone.modulation_out"]})
     for change, message in (
         ({"options": {"size": 8}}, r"adapter\.size is 8, but .* has 4; set it to that value"),
-        ({"options": {"targets": ["to_out"]}}, r"adapter\.targets: .* contains .*\.down\..*; it has down, to_out"),
+        (
+            {"options": {"targets": ["to_out"]}},
+            r"adapter\.targets: .* contains .*\.down\..*; its layers are down, to_out",
+        ),
         ({"options": {"train": []}}, r"contains backbone\.out\..*, which is not trained here"),
         ({"options": {"start": str(tmp_path)}}, r"techniques\.adapter\.start: .*bottega\.json does not exist"),
         ({"model.from": None}, r"techniques\.adapter\.start: .* over another base model \(.*base/final; .* differs\)"),

@@ -79,7 +79,7 @@ def test_training_starts_from_a_peft_adapter(bases: Path, tmp_path: Path) -> Non
     for change, message in (
         ({"rank": 8}, r"lora\.rank is 8, but .* has 4"),
         ({"alpha": None}, r"lora\.alpha is 8, but .* has 6"),
-        ({"targets": None}, r"lacks model\.layers.*; it has q_proj, v_proj"),
+        ({"targets": None}, r"lacks model\.layers.*; its layers are q_proj, v_proj"),
         ({"targets": ["q_proj"]}, "contains .*v_proj.*, which is not trained here"),
         ({"start": str(tmp_path / "nowhere")}, "does not exist"),
     ):

@@ -35,7 +35,7 @@ PACKAGE_EXTRAS = {
     "jax": "jax",
     "optuna": "tune",
 }
-"""Package -> the extra that installs it; "" is part of every installation."""
+"""Package -> the extra that installs it; "" marks a required package, which every installation has."""
 
 
 def examine_environment() -> dict[str, Any]:
@@ -79,7 +79,8 @@ def format_report(report: dict[str, Any]) -> str:
     lines += [f"device       {device}" for device in report["devices"]]
     for name, version in report["packages"].items():
         extra = PACKAGE_EXTRAS[name]
-        lines.append(f"{name:<13}{version or f'not installed (optional: bottega[{extra}])'}")
+        requirement = f"optional: bottega[{extra}]" if extra else "required"
+        lines.append(f"{name:<13}{version or f'not installed ({requirement})'}")
     lines += [f"note         {note}" for note in report["notes"]]
     lines += [f"problem      {problem}" for problem in report["problems"]] or ["no problems found"]
     return "\n".join(lines)

@@ -67,8 +67,8 @@ def _make_audio_summary(data: bytes, tag: str) -> Any:
 def _wait_for_later_name(folder: Path) -> None:
     """Wait, at most a second, until the name of a new event file sorts after the existing ones.
 
-    TensorBoard reads files in the order of their names; names of the same second differ in a number without leading zeros, so that 10
-    sorts before 9.
+    TensorBoard reads files in the order of their names, which are events.out.tfevents.SECONDS.HOST.PROCESS.NUMBER. Within one
+    second the process and the number decide, and they have no leading zeros, so that 10 sorts before 9.
     """
     deadline = time.monotonic() + 1.1
     newest = max((path.name.split(".")[3] for path in folder.glob("events.out.tfevents.*")), default="")
@@ -79,7 +79,7 @@ def _wait_for_later_name(folder: Path) -> None:
 class EventFile:
     """An event file written in the calling thread; TensorBoard's own writer uses another thread, in which a full disk only prints a traceback.
 
-    An event that cannot be written completely is truncated, so that the file ends with a complete event.
+    If a call cannot write all of its events, the events of that call are removed, so that the file ends with a complete event.
     """
 
     def __init__(self, folder: Path, *, purge_step: int) -> None:
@@ -89,7 +89,8 @@ class EventFile:
         stem = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
         number = next(number for number in itertools.count() if not (folder / f"{stem}.{number}").exists())
         self._file = io.FileIO(folder / f"{stem}.{number}", "xb")
-        # TensorBoard drops earlier events from this step on: they belong to a killed process or were rolled back.
+        # On a START event TensorBoard discards what it has read from `purge_step` on: those steps were rolled back, or run by a
+        # process that was killed before it saved them.
         start = Event(wall_time=time.time(), step=purge_step, session_log=SessionLog(status=SessionLog.START))
         try:
             self._write([Event(wall_time=time.time(), file_version="brain.Event:2"), start])

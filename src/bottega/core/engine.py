@@ -56,18 +56,18 @@ def describe_parameters(engine: Engine) -> str:
 
 
 class ModelMemory(NamedTuple):
-    """Memory of the weights of one model; `learning` is its number of trainable parameters. The fields are keys of --json."""
+    """Memory of the weights of one model. The fields are keys of `bottega plan --memory --json`."""
 
     name: str
     parameters: int
-    learning: int
+    learning: int  # the number of trainable parameters
     bytes: int
     kind: str
     """The dtype of most of its bytes."""
 
 
 class StepMemory(NamedTuple):
-    """Memory and speed of a training step at one micro-batch size. The fields are keys of --json."""
+    """Memory and speed of a training step at one micro-batch size. The fields are keys of `bottega plan --memory --json`."""
 
     micro_batch: int
     peak: int
@@ -78,7 +78,7 @@ class StepMemory(NamedTuple):
 
 
 class MemoryReport(NamedTuple):
-    """Memory of training: weights, gradients and optimizer state, and of a step by micro-batch size."""
+    """Memory of the weights, gradients and optimizer state, and of one step at each micro-batch size."""
 
     device: str
     """The device's product name."""
@@ -108,9 +108,9 @@ class Engine(ABC):
     data_size: int = 1
     """Data-parallel rank and size, which decide the samples, noise positions and counts of this process."""
     rate: Callable[[int], float]
-    """The learning rate as a function of the step, in absolute numbers."""
+    """The learning rate at each step (not a factor), before `learning_rate_scale`."""
     micro_batch_size: int | None = None
-    """Examples in one forward pass; None while undecided. The size that `auto` finds is saved in the progress."""
+    """Examples in one forward pass; None while undecided. The size that `auto` finds is saved in the checkpoint's `Progress`."""
     skip_steps: frozenset[int] = frozenset()
     """Steps whose update is not applied, because the rollback policy found their batch to be bad."""
     learning_rate_scale: float = 1.0
@@ -170,7 +170,7 @@ class Engine(ABC):
 
     @abstractmethod
     def load_weights(self, files: Mapping[str, Mapping[str, Array]], folder: Path) -> None:
-        """Load weights that were read from the checkpoint `folder`, by file name; averaged weights replace the plain ones."""
+        """Load the tensors of `files`, by file name, as read from the checkpoint `folder`; averaged weights replace the trained ones."""
 
     @abstractmethod
     def checkpoint_bytes(self) -> int:

@@ -181,6 +181,7 @@ def load_progress(path: Path, *, loader: Loader, total: int, report: Callable[[s
         progress.step = progress.evaluated_step = loader.step_at(progress.samples)
         progress.best_step, progress.skip_steps = 0, []
         report(
-            f"the batch size is now {loader.batch_size_at(progress.step)}, so {progress.samples} samples are step {progress.step}"
+            f"the batch size changed to {loader.batch_size_at(progress.step)}, so steps are renumbered: the run continues after "
+            f"{progress.samples} samples, which is now step {progress.step}"
         )
     return progress

@@ -84,13 +84,13 @@ def find_local_base_folder(recipe: Recipe) -> str | None:
 
 def _locate_base_model(recipe: Recipe, name: str, processor_folder: Path) -> tuple[str, Path]:
     """Return (reference, folder) of a run's base model: at its path, beside the run, or at its recorded path."""
-    runs = processor_folder.absolute().parent.parent
+    runs_folder = processor_folder.absolute().parent.parent  # of RUNS/RUN/processor
     recorded = _read_recorded_folder(processor_folder)
     is_local = recorded is not None or _refers_to_run(recipe, name)
     candidates = [
         dependencies.resolve_reference(recipe, name),
-        dependencies.resolve_reference(recipe, name, runs_folder=runs),
-        str(runs / Path(name).name),
+        dependencies.resolve_reference(recipe, name, runs_folder=runs_folder),
+        str(runs_folder / Path(name).name),
     ]
     problems: list[str] = []
     for candidate in [*candidates, *([recorded] if recorded is not None else [])]:

@@ -20,7 +20,7 @@ from bottega.data.sources.samples import open_media_source, with_processor_lengt
 from bottega.data.sources.source import Source
 from bottega.data.tables.classes import Classes
 from bottega.data.video.source import VideoRows
-from bottega.tasks.metadata import MetadataMissing
+from bottega.tasks.metadata import MetadataUnreadable
 from bottega.tasks.processor import FolderProcessor
 from bottega.tasks.table_data import TableData
 
@@ -139,7 +139,7 @@ class MediaProcessor(FolderProcessor):
 
     metadata: Any
     read: Callable[[Path], Any]
-    """Reads the metadata of a saved processor; raises MetadataMissing."""
+    """Reads the metadata of a saved processor; raises MetadataUnreadable."""
     write_files: Callable[[Path], None]
     mel: MelProcessor | None = None
     has_files: Callable[[Path], bool] = lambda folder: True
@@ -148,7 +148,7 @@ class MediaProcessor(FolderProcessor):
     def is_saved(self, folder: Path) -> bool:
         try:
             previous = self.read(folder)
-        except MetadataMissing:
+        except MetadataUnreadable:
             return False
         if previous != self.metadata:
             raise DataError(

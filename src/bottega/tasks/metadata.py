@@ -11,13 +11,13 @@ from bottega.core.errors import CheckpointError
 T = TypeVar("T")
 
 
-class MetadataMissing(CheckpointError):
+class MetadataUnreadable(CheckpointError):
     """A file of a run's processor is missing or damaged; resuming the training writes it again."""
 
 
 def read_metadata(path: Path, parse: Callable[[bytes], T]) -> T:
-    """Return a metadata file as parsed by `parse`, whose ValueError or TypeError becomes MetadataMissing."""
+    """Return a metadata file as parsed by `parse`, whose ValueError or TypeError becomes MetadataUnreadable."""
     try:
         return parse(path.read_bytes())
     except (OSError, ValueError, TypeError):
-        raise MetadataMissing(f"cannot read {path}; run the training command again to rewrite it") from None
+        raise MetadataUnreadable(f"cannot read {path}; run the training command again to rewrite it") from None

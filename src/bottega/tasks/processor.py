@@ -10,7 +10,7 @@ from typing import Any, final
 
 from bottega.core.errors import DataError
 from bottega.storage.durable import writing_folder
-from bottega.tasks.metadata import MetadataMissing, read_metadata
+from bottega.tasks.metadata import MetadataUnreadable, read_metadata
 
 
 class Processor(ABC):
@@ -54,7 +54,7 @@ class FileProcessor(Processor):
     def save(self, folder: Path) -> None:
         try:
             previous = read_metadata(folder / self.name, self.parse)
-        except MetadataMissing:
+        except MetadataUnreadable:
             with writing_folder(folder) as temporary:
                 (temporary / self.name).write_text(self.text)
             return

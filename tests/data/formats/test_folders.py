@@ -220,7 +220,7 @@ def test_table_and_columns_can_be_set_in_the_recipe(tmp_path: Path) -> None:
     records = read_records(tmp_path / "files", metadata="../rows.txt", columns=("file", "text"))
     assert {key: fields["text"] for key, fields in good_fields(records).items()} == {"1.png": "a", "2.png": "b"}
     assert bad_messages(records) == []
-    with pytest.raises(DataError, match=r"no\.csv does not exist"):
+    with pytest.raises(DataError, match=r"data\.train\.metadata: there is no file .*files/no\.csv or .*/no\.csv; give"):
         read_records(tmp_path / "files", metadata="no.csv")
 
 

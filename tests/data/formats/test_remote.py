@@ -84,7 +84,10 @@ def test_brace_ranges_expand_to_remote_shards(store: Any) -> None:
     for i in range(3):
         store.pipe_file(f"/shards/d-{i:03}.jsonl", b'{"n": 1}\n')
     assert read_keys("memory://shards/d-{000..001}.jsonl") == ["d-000.jsonl:1", "d-001.jsonl:1"]
-    with pytest.raises(DataError, match="no file matches"):
+    message = (
+        r"no file matches memory://shards/d-003\.jsonl, expanded from memory://shards/d-\{002\.\.003\}\.jsonl; check"
+    )
+    with pytest.raises(DataError, match=message):
         read_keys("memory://shards/d-{002..003}.jsonl")
 
 
@@ -101,9 +104,15 @@ def test_names_that_lead_out_are_refused(
 ) -> None:
     info = {"name": f"/far/{name}", "type": "file", "size": 4}
     monkeypatch.setattr(type(store), "find", lambda self, path, **_: {f"{path}/{name}": info})
-    with pytest.raises(DataError, match="which cannot be copied to a folder"):
+    with pytest.raises(DataError, match=r"which cannot be copied to a folder: .*; rename it there"):
         read_keys("memory://far")
     assert not list(tmp_path.rglob("evil*"))
+
+
+def test_address_without_a_file_name_is_refused(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "_open_store", lambda url, scheme: (store, url))
+    with pytest.raises(DataError, match=r"https://far.example/ names no file; give the address of a file"):
+        read_keys("https://far.example/")
 
 
 def test_unreachable_store_is_reported_without_secrets(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:

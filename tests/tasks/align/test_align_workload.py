@@ -195,7 +195,7 @@ def test_greyscale_images_are_accepted(image_folder: Path, tmp_path: Path) -> No
 
 
 def test_invalid_data_and_settings_are_refused_before_training(image_folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="captions are read from the fields caption"):
+    with pytest.raises(UsageError, match=r"data\.condition_field does not apply to captions; remove it"):
         train(tmp_path, image_folder, **{"data.condition_field": "mood"})
     with pytest.raises(UsageError, match="a CLIP normalises pixels itself"):
         train(tmp_path, image_folder, **{"data.normalise": "unit"})

@@ -137,7 +137,9 @@ def test_images_without_captions_are_refused_by_name(image_folder: Path, tmp_pat
 
 
 def test_condition_field_is_refused_for_captions(image_folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"data\.condition_field: .*data\.train\.label"):
+    with pytest.raises(
+        UsageError, match=r"data\.condition_field does not apply to a text condition; .*data\.train\.label"
+    ):
         train(tmp_path, image_folder, **{"data.condition_field": "text"})
 
 

@@ -26,7 +26,7 @@ def test_other_class_names_have_no_attributes(names: list[str]) -> None:
 
 def test_accuracy_overall_and_by_attribute() -> None:
     predicted, labels = np.array([0, 1, 3, 2, -1]), np.array([0, 0, 2, 2, 3])
-    # Correct: 1st and 4th. The digit also of 2nd and 3rd. The last is predicted as no class.
+    # The 1st and 4th are correct; the 2nd and 3rd have the correct digit only; the last is predicted as no class.
     accuracies = conditional_accuracy(predicted, labels, NAMES)
     assert accuracies == {"conditional_accuracy": 0.4, "digit_accuracy": 0.8, "direction_accuracy": 0.4}
     assert conditional_accuracy(predicted, labels, ["a", "b", "c", "d"]) == {"conditional_accuracy": 0.4}

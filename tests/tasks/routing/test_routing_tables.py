@@ -145,7 +145,11 @@ def test_predict_prints_class_expert_and_row(run: Path, tmp_path: Path, capsys: 
     assert [row["expert"] for row in rows] == chosen[:, 0].tolist()
     assert cli.main(["predict", str(run), "--data", path]) == 0
     assert capsys.readouterr().out.splitlines()[0].split("\t")[2:] == [f"e{chosen[0, 0]}", "new.csv:2"]
-    for arguments, message in (([], "give a table with --data FILE"), (["a text"], "rows of numbers, not texts")):
+    for arguments, message in (
+        ([], "give a table with --data FILE"),
+        (["mistyped.csv"], "mistyped.csv is neither an existing file nor numbers such as 0.5,1,-2; give a table with"),
+        (["0.5,1", path], "0.5,1 is a row of numbers, but other inputs are not; give a table"),
+    ):
         assert cli.main(["predict", str(run), *arguments]) == 2
         assert message in capsys.readouterr().err
     bad = write_table(tmp_path / "bad.csv", columns=["other", *NAMES[1:]], other=np.ones(96))

@@ -61,7 +61,10 @@ def _map_data(translation: Translation) -> None:
     translation.skip("dataset", "no counterpart", reason.format("data.train.path"))
     translation.skip("eval_dataset", "no counterpart", reason.format("data.validation.path"))
     translation.map_converted("max_samples", "data.limit", parse_integer, note="the limit is for all data together")
-    if translation.get("val_size") or not translation.is_pending("eval_dataset"):
+    if translation.get("eval_dataset") and not translation.get("val_size"):
+        # The recipe keeps its own split until the file is named: null would switch validation off.
+        translation.skip("val_size", "not applicable", "eval_dataset takes precedence")
+    else:
         map_validation_split(translation, "val_size")
     packing = translation.get("packing")
     if translation.get("neat_packing"):

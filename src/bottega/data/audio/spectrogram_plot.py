@@ -11,6 +11,8 @@ from bottega.data.audio.spectrogram import stft
 from bottega.plots import spectrogram
 
 RANGE_DECIBELS = 80
+SILENCE_DECIBELS = -40
+"""Audio whose STFT magnitude stays below this is silent: it is drawn as dark, not scaled to full brightness."""
 PANEL_WIDTH, PANEL_HEIGHT = 1000, 240
 """Columns and rows that are computed for a panel, about as many as it has pixels."""
 
@@ -44,7 +46,9 @@ def plot_spectrograms(waveforms: Sequence[TitledWaveform], path: Path) -> None:
 
 
 def compute_decibels(audio: np.ndarray, rate: int, width: int, height: int) -> np.ndarray:
-    """Return levels (height, width) in decibels, from -RANGE_DECIBELS to 0 at the loudest point; the highest frequency first.
+    """Return levels (height, width) in decibels, from -RANGE_DECIBELS to 0, the highest frequency first.
+
+    The loudest point has 0 decibels, unless the audio is silent.
 
     A window is about 32 ms: shorter ones smear the harmonics of a voice, longer ones its consonants.
     """
@@ -60,5 +64,5 @@ def compute_decibels(audio: np.ndarray, rate: int, width: int, height: int) -> n
     upper_weight = (bins - lower_bins).astype(np.float32)[:, None]
     level = 20 * np.log10(np.maximum(peaks.T, 1e-7))
     level = level[lower_bins] * (1 - upper_weight) + level[lower_bins + 1] * upper_weight
-    # Silence stays dark: its rounding noise is not blown up to full brightness.
-    return np.clip(level - max(level.max(), -40), -RANGE_DECIBELS, 0)
+    # The rounding noise of silence would otherwise have 0 decibels.
+    return np.clip(level - max(level.max(), SILENCE_DECIBELS), -RANGE_DECIBELS, 0)

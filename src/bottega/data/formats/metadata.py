@@ -1,7 +1,7 @@
 """Metadata tables of media files: which table describes a file, and its rows by file name.
 
-A table is read by the reader of its own format, as strictly as data is. Only the columns of a table without a header are
-decided here, since one of them must name the files.
+A table is read by the reader of its own format, as strictly as data is. Only for delimited text the delimiter, the header and
+the columns are decided here, since one column must name the files.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TABLE_NAMES = tuple(f"metadata.{suffix}" for suffix in ("csv", "tsv", "psv", "js
 FILE_COLUMNS = ("file_name", "filename", "file", "path", "id")
 # Columns of a pipe-separated table without a header, as in LJSpeech.
 PIPE_COLUMNS = ("id", "text", "normalised")
-FORMATS = (jsonlines.FORMAT, jsonlist.FORMAT, columns.PARQUET, columns.ARROW)
+RECORD_FORMATS = (jsonlines.FORMAT, jsonlist.FORMAT, columns.PARQUET, columns.ARROW)
 _MAX_FIRST_LINE_BYTES = 1 << 20
 
 
@@ -99,11 +99,11 @@ def find_table(file: Path, root: Path, source: Source) -> Path | None:
     """Return the table that describes a file: the recipe's, or the nearest one from its folder up to the root."""
     if source.metadata is not None:
         path_option = Path(source.metadata).expanduser()
-        path = next((path for path in (root / path_option, path_option) if path.is_file()), None)
+        candidates = (root / path_option, path_option)
+        path = next((path for path in candidates if path.is_file()), None)
         if path is None:
-            raise DataError(
-                f"{root / path_option} does not exist; metadata must be the path of a table about the files"
-            )
+            places = " or ".join(dict.fromkeys(str(path.absolute()) for path in candidates))
+            raise DataError(f"data.train.metadata: there is no file {places}; give the path of a table about the files")
         return path
     folder = file.parent
     while True:
@@ -125,7 +125,7 @@ def load_metadata(file: Path, root: Path, source: Source) -> Metadata | None:
 
 @lru_cache(maxsize=8)
 def _read_cached(piece: Piece, mtime: int, size: int, delimiter: str | None, names: tuple[str, ...] | None) -> Metadata:
-    """Read a table once per process: each file is a record of its own, and the table describes all of them."""
+    """Read a table; cached because every media file looks up its row in it."""
     source = Source(path=str(piece.file), delimiter=delimiter, columns=names)
     metadata = Metadata(piece.file)
     for record in _read_records(piece, source):
@@ -134,7 +134,7 @@ def _read_cached(piece: Piece, mtime: int, size: int, delimiter: str | None, nam
 
 
 def _read_records(piece: Piece, source: Source) -> Iterator[Record | BadRecord]:
-    for format in FORMATS:
+    for format in RECORD_FORMATS:
         if files.match_suffix(piece.file.name, dict.fromkeys(format.suffixes, format.kind)) is not None:
             return format.read(piece, source)
     return table.read_with_layout(piece, _detect_layout(piece.file, source))

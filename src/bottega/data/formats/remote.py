@@ -109,24 +109,35 @@ def _get_timeouts(scheme: str) -> dict[str, Any]:
 
 
 def _raise_unreachable(url: str, error: Exception) -> NoReturn:
-    # Only the type of the error: its text may hold a signed URL or a key.
     public_url = strip_credentials(url)
     # The recipe of a resumed or evaluated run has its URLs without credentials.
-    credentials_hint = "; signatures and passwords are never stored, so give them again in data.train.path or --data"
+    may_lack_credentials = url.startswith("http") and public_url == url
+    credentials_hint = (
+        "; if the address needs a signature or password, give it again in data.train.path or --data: they are never "
+        "stored"
+    )
+    # Only the type of the error is shown: its text may hold a signed URL or a key.
     raise EnvironmentProblem(
         f"{public_url} cannot be reached ({type(error).__name__}); check the network and your credentials for it"
-        f"{credentials_hint if public_url == url and url.startswith('http') else ''}"
+        f"{credentials_hint if may_lack_credentials else ''}"
     ) from error
 
 
 def _list_files(store: Any, path: str, url: str, *, is_http: bool) -> tuple[dict[str, dict[str, Any]], bool]:
     """Return the store's metadata of each file, by its name relative to the folder, and whether the URL names several files."""
     if is_http:  # HTTP has no listing of folders
-        return {_check_safe_name(PurePosixPath(urlsplit(path).path).name, url): store.info(path)}, False
+        name = PurePosixPath(urlsplit(path).path).name
+        if not name:
+            raise DataError(f"{strip_credentials(url)} names no file; give the address of a file")
+        return {_check_safe_name(name, url): store.info(path)}, False
     is_pattern = any(mark in path for mark in "*?[{")
     is_folder = not is_pattern and store.isdir(path)
     if is_pattern:
-        infos = {name: info for pattern in expand_ranges(path) for name, info in _find_matches(store, pattern, url)}
+        infos = {
+            name: info
+            for pattern in expand_ranges(path)
+            for name, info in _find_matches(store, pattern, url, is_expanded=pattern != path)
+        }
         root = _find_common_folder(list(infos))
     elif is_folder:
         root = path.rstrip("/")
@@ -135,7 +146,7 @@ def _list_files(store: Any, path: str, url: str, *, is_http: bool) -> tuple[dict
         root = path.rpartition("/")[0]
         infos = {path: store.info(path)}
     if not infos:
-        raise DataError(f"{strip_credentials(url)} is empty")
+        raise DataError(f"{strip_credentials(url)} has no files; check the address")
     if len(infos) > MAX_FILES:
         raise DataError(
             f"{strip_credentials(url)} contains {len(infos):,} files, more than {MAX_FILES:,}; pack them into shards"
@@ -146,13 +157,17 @@ def _list_files(store: Any, path: str, url: str, *, is_http: bool) -> tuple[dict
     return infos_by_name, is_pattern or is_folder
 
 
-def _find_matches(store: Any, pattern: str, url: str) -> list[tuple[str, dict[str, Any]]]:
+def _find_matches(store: Any, pattern: str, url: str, *, is_expanded: bool) -> list[tuple[str, dict[str, Any]]]:
+    """Return name and metadata of the files that match; `is_expanded` says that `pattern` is one of several in the URL."""
     try:
         matches = [(name, info) for name, info in store.glob(pattern, detail=True).items() if info["type"] == "file"]
     except ValueError as error:
         raise UsageError(f"{strip_credentials(url)} is not a valid pattern; write ** alone between slashes") from error
     if not matches:
-        raise DataError(f"no file matches {strip_credentials(url)}")
+        public_url, scheme = strip_credentials(url), url.partition("://")[0]
+        expanded = strip_credentials(f"{scheme}://{pattern.lstrip('/')}")
+        problem = f"{expanded}, expanded from {public_url}" if is_expanded else public_url
+        raise DataError(f"no file matches {problem}; check the address")
     return matches
 
 
@@ -167,7 +182,10 @@ def _find_common_folder(names: list[str]) -> str:
 def _check_safe_name(name: str, url: str) -> str:
     """Return a name that stays below the folder it is joined to, or raise DataError; stores allow any text as a name."""
     if any(part in ("", ".", "..") for part in name.split("/")) or "\0" in name:
-        raise DataError(f"{strip_credentials(url)} contains a file named {name!r}, which cannot be copied to a folder")
+        raise DataError(
+            f"{strip_credentials(url)} contains a file named {name!r}, which cannot be copied to a folder: a name may have "
+            "no empty part, no part . or .., and no zero byte; rename it there"
+        )
     return name
 
 
@@ -188,7 +206,8 @@ def _describe_version(store: Any, info: dict[str, Any], url: str) -> list[str]:
     tags = [f"{name}={fields[name]}" for name in (*VERSION_KEYS, *TIME_KEYS) if name in fields]
     if not tags and urlsplit(url).scheme not in ("http", "https"):
         tags = [store.ukey(info["name"])]
-    if not tags:  # two files may differ only in the query of their URL
+    if not tags:
+        # Two files may differ only in the query of their URL, which strip_credentials removes from the cache key; so its hash is added.
         tags = [hashlib.sha256(urlsplit(url).query.encode()).hexdigest()]
     return [f"size={fields.get('size')}", *tags]
 

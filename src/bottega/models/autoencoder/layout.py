@@ -147,6 +147,7 @@ def read_autoencoder_tensors(folder: Path | str, expected: Mapping[str, Tensor])
         is_1x1_conv = tensor.dim() == 2 and tensors[name].shape == (*tensor.shape, 1, 1)
         if tensors[name].shape != tensor.shape and not is_1x1_conv:
             raise CheckpointError(
-                f"{folder}: {name} has shape {list(tensors[name].shape)}, but its config.json needs {list(tensor.shape)}"
+                f"{folder}: {name} has shape {list(tensors[name].shape)}, but its config.json needs {list(tensor.shape)}; "
+                "download or export the model again"
             )
     return {name: tensors[name].reshape(tensor.shape) for name, tensor in expected.items()}

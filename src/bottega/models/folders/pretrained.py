@@ -79,7 +79,7 @@ def load_weights(module: nn.Module, folder: Path | str) -> None:
         name, verb = (missing[0], "lacks") if missing else (unexpected[0], "contains")
         raise CheckpointError(
             f"{folder} {verb} {name} ({len(missing)} missing, {len(unexpected)} unexpected tensors); "
-            "set the recipe's model to the dimensions in its config.json"
+            f"set the model's sizes as in {folder / 'config.json'}, or give another folder"
         )
     with torch.no_grad():
         for file in sorted(set(files.values())):
@@ -135,7 +135,8 @@ def _copy_tensors(state: Mapping[str, Tensor], file: Path, names: list[str]) -> 
                 shape = tensors.get_slice(name).get_shape()
                 if shape != list(state[name].shape):
                     raise CheckpointError(
-                        f"{file}: {name} has shape {shape}, but the recipe's model needs {list(state[name].shape)}"
+                        f"{file}: {name} has shape {shape}, but the recipe's model needs {list(state[name].shape)}; "
+                        f"set the model's sizes as in {file.parent / 'config.json'}, or give another folder"
                     )
                 if not state[name].is_meta:
                     state[name].copy_(tensors.get_tensor(name))

@@ -170,17 +170,17 @@ def load_generator(model: Generator, folder: Path | str, *, require_all: bool = 
             )
             raise UsageError(
                 f"model.from: {folder} lacks {name} {list(tensor.shape)} of the recipe's model{unexpected_note}; "
-                "use the folder's sizes in `model`"
+                "set the model's sizes as in that folder, or give another one"
             )
         if loaded[name].shape != tensor.shape:
             raise UsageError(
                 f"model.from: {folder} has {name} of shape {list(loaded[name].shape)}, "
-                f"but the recipe's model needs {list(tensor.shape)}; use the folder's sizes in `model`"
+                f"but the recipe's model needs {list(tensor.shape)}; set the model's sizes as in that folder, or give another one"
             )
     if unexpected is not None:
         raise UsageError(
             f"model.from: {folder} contains {unexpected} {list(loaded[unexpected].shape)}, which the recipe's model does "
-            "not have; use the folder's sizes in `model`"
+            "not have; set the model's sizes as in that folder, or give another one"
         )
     model.load_state_dict({**state, **loaded})
 

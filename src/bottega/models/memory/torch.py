@@ -342,7 +342,7 @@ def _check_sizes(state: Mapping[str, Tensor], shape: MemoryShape, origin: str) -
             size = {"keys": (shape.key_size,), "values": (shape.value_size,)}.get(field, ())
             if tensor.shape != (slots[f"{level}_slots"], *size):
                 raise CheckpointError(
-                    f"{origin}: {name} has shape {list(tensor.shape)}, which does not match its level"
+                    f"{origin}: {name} has shape {list(tensor.shape)}, which does not match its level; save the memory again"
                 )
 
 

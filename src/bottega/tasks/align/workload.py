@@ -18,6 +18,7 @@ from bottega.data.image.augment import denormalise_pixels
 from bottega.data.image.write import write_images
 from bottega.data.prepare.media import prepare_media
 from bottega.data.prepare.prepared import PreparedData
+from bottega.data.records.fields import CAPTION_FIELDS
 from bottega.data.sources.samples import load_image_encoder
 from bottega.data.tables.classes import Classes
 from bottega.data.text.captions import CaptionTokenizer, read_captions
@@ -30,7 +31,7 @@ from bottega.tasks.align.config import AlignRecipe, build_clip_shape
 from bottega.tasks.align.task import Alignment
 from bottega.tasks.base_model import find_base_folder
 from bottega.tasks.media_tables import MediaProcessor, MediaTables, build_media_data
-from bottega.tasks.metadata import MetadataMissing, read_metadata
+from bottega.tasks.metadata import MetadataUnreadable, read_metadata
 from bottega.tasks.sampler import Sampler
 from bottega.tasks.table_data import TableData
 from bottega.tasks.workload import Workload
@@ -100,8 +101,8 @@ def _check_recipe(recipe: Recipe) -> AlignRecipe:
         raise UsageError(f"data.normalise: {data.normalise} has no effect: a CLIP normalises pixels itself; remove it")
     if data.condition_field is not None:
         raise UsageError(
-            "data.condition_field: captions are read from the fields caption, text or txt; set data.train.label to "
-            "read another field"
+            "data.condition_field does not apply to captions; remove it, and set data.train.label if they are in none of the "
+            f"fields {', '.join(CAPTION_FIELDS)}"
         )
     return recipe
 
@@ -230,7 +231,7 @@ def _read_complete_metadata(folder: Path) -> AlignMetadata:
     """Read the metadata of a saved processor whose tokenizer is there too."""
     metadata = _read_metadata(folder)
     if not (folder / TOKENIZER_FOLDER / "tokenizer.json").is_file():
-        raise MetadataMissing(
+        raise MetadataUnreadable(
             f"{folder / TOKENIZER_FOLDER} has no tokenizer; run the training command again to rewrite it"
         )
     return metadata

@@ -37,7 +37,7 @@ from bottega.tasks.classify.objective import Objective, includes_unseen_classes
 from bottega.tasks.classify.predict import predict_texts
 from bottega.tasks.classify.prepare import prepare_classify
 from bottega.tasks.classify.task import Classification
-from bottega.tasks.metadata import MetadataMissing, read_metadata
+from bottega.tasks.metadata import MetadataUnreadable, read_metadata
 from bottega.tasks.processor import FolderProcessor
 from bottega.tasks.sampler import NoSampler
 from bottega.tasks.table_data import TableData
@@ -254,7 +254,7 @@ class TextClassifyProcessor(FolderProcessor):
     def is_saved(self, folder: Path) -> bool:
         try:
             previous = (_read_shape(folder), _read_classes(folder), Tokenizer.load(folder).fingerprint)
-        except (MetadataMissing, OSError, DataError):
+        except (MetadataUnreadable, OSError, DataError):
             return False
         if previous != (self.shape, self.classes, self.tokenizer.fingerprint):
             raise DataError(

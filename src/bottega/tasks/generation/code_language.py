@@ -68,7 +68,7 @@ class CodeLanguage(Task):
     """Batch field with the samples: image or mel."""
     shape: CodeGeneratorShape
     latents: FrozenCodes
-    """The tokenizer of the samples."""
+    """The code tokenizer of the samples; the field has the name of `Generation.latents`, because callers read both."""
     condition_dropout: float = 0.1
     pretrained: str | None = None
     """Folder of a transformer over the same codes whose weights training starts from."""

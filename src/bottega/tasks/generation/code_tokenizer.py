@@ -166,8 +166,11 @@ def reopen_code_tokenizer(recipe: ImageRecipe | AudioRecipe | VideoRecipe, proce
     It must be unchanged, at its recorded path or, for a run that was moved with its dependencies, beside the run.
     """
     metadata, name = _read_saved_metadata(processor), str(recipe.model.tokenizer)
-    runs = processor.absolute().parent.parent
-    candidates = [lambda: Path(metadata.folder), lambda: resolve_tokenizer_folder(recipe, name, runs_folder=runs)]
+    runs_folder = processor.absolute().parent.parent  # of RUNS/RUN/processor
+    candidates = [
+        lambda: Path(metadata.folder),
+        lambda: resolve_tokenizer_folder(recipe, name, runs_folder=runs_folder),
+    ]
     owner = processor.parent if name.startswith(dependencies.REFERENCE_PREFIX) else None
     folder = find_frozen_model(KIND, metadata.content, candidates, recorded_folder=metadata.folder, owner=owner)
     return CodeTokenizer(metadata.model_copy(update={"folder": str(folder)}), read_codes_config(folder)[0])

@@ -1,10 +1,10 @@
 """Export of generators: a diffusers pipeline if a stock one can sample the model, else the documented layout alone.
 
-Every exported folder holds, and `open_exported_generator` reads:
+`open_exported_generator` loads every exported folder. It holds:
 
 - `config.json`: `format` "bottega-generator" and `version` 1; `medium`; `classes` by number; `samples` (steps, sampler,
-  guidance) of the recipe; and `task`: the `shape` of the model, the `path` between data and noise, the `key` of a batch
-  that is generated, the condition dropout, the scale of `latents`, tokens of the empty caption.
+  guidance) of the recipe; and `task`: the `shape` of the model, the `path` between data and noise, the `key`, which is
+  the batch field that holds the samples, the condition dropout, the scale of `latents`, tokens of the empty caption.
 - the weights, each once: `unet/` or `transformer/` where diffusers has that model (config.json and
   diffusion_pytorch_model.safetensors, which `from_pretrained` opens), and `model.safetensors` for all others, such as the
   class embedding, under the names of our model.
@@ -86,10 +86,11 @@ def open_exported_generator(folder: Path) -> tuple[Generation, dict[str, Any]]:
     model = Generator(task.shape)
     load_generator(model, folder, require_all=True)
     models: dict[str, Any] = {"model": model.eval().requires_grad_(False)}
+    # These specs load weights, so the seed has no effect.
     if task.latents is not None:
-        models["vae"] = build_model(task.latents.spec(), 0).eval()
+        models["vae"] = build_model(task.latents.spec(), seed=0).eval()
     if task.text is not None:
-        models["text_encoder"] = build_model(task.text.spec(), 0).eval()
+        models["text_encoder"] = build_model(task.text.spec(), seed=0).eval()
     return task, models
 
 

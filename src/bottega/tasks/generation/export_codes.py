@@ -1,7 +1,8 @@
-"""Export of generators over codes. A folder holds, and `open_exported_code_generator` reads:
+"""Export of generators over codes, as a folder that `open_exported_code_generator` loads. It holds:
 
 - `config.json`: `format` "bottega-code-generator" and `version` 1; `medium`; `classes` by number; `samples`
-  (temperature, top_k, top_p, guidance) of the recipe; and `task`: the `shape` of the model, the `key` of a batch that is generated, the condition dropout.
+  (temperature, top_k, top_p, guidance) of the recipe; and `task`: the `shape` of the model, the `key`, which is the
+  batch field that holds the samples, and the condition dropout.
 - `transformer/`: the language model in the layout of transformers; its vocabulary is the codes, the classes, and one token
   for no class.
 - `tokenizer/`: the tokenizer, which decodes codes to values; `bottega.models.autoencoder.codes_folder.load_codes` opens it.
@@ -44,10 +45,10 @@ def export_code_generator(workload: GenerationWorkload, models: Models, folder: 
     export_transformers(models["model"].state_dict(), task.backbone.transformer, folder / TRANSFORMER_FOLDER)
     for subfolder in (TOKENIZER_FOLDER, PROCESSOR_FOLDER):
         (folder / subfolder).mkdir(exist_ok=True)
-    source = Path(task.latents.folder)
+    tokenizer_folder = Path(task.latents.folder)
     for name in (*CONFIG_FILES, WEIGHTS):
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / TOKENIZER_FOLDER / name)
+        if (tokenizer_folder / name).is_file():
+            shutil.copyfile(tokenizer_folder / name, folder / TOKENIZER_FOLDER / name)
     workload.processor.write(folder / PROCESSOR_FOLDER)
     config = {
         "format": FORMAT,
@@ -75,7 +76,8 @@ def open_exported_code_generator(folder: Path) -> tuple[CodeLanguage, dict[str, 
         ) from error
     model = Transformer(task.backbone.transformer)
     load_weights(model, folder / TRANSFORMER_FOLDER)
-    models = {"model": model, "tokenizer": build_model(task.latents.spec(), 0)}
+    # The spec loads the tokenizer's weights, so the seed has no effect.
+    models = {"model": model, "tokenizer": build_model(task.latents.spec(), seed=0)}
     return task, {name: network.eval().requires_grad_(False) for name, network in models.items()}
 
 

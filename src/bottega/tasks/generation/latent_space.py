@@ -59,11 +59,12 @@ class LatentMetadata(BaseModel):
 
         It may be where the recipe names it, at its recorded path, or beside a run that was moved.
         """
-        recorded, runs = Path(self.folder), processor.absolute().parent.parent
+        recorded = Path(self.folder)
+        runs_folder = processor.absolute().parent.parent  # of RUNS/RUN/processor
         candidates = [
             lambda: resolve_vae_folder(recipe),
             lambda: recorded,
-            lambda: dependencies.get_dependencies_folder(runs) / recorded.parent.name / recorded.name,
+            lambda: dependencies.get_dependencies_folder(runs_folder) / recorded.parent.name / recorded.name,
         ]
         owner = processor.parent if str(recipe.model.vae).startswith(dependencies.REFERENCE_PREFIX) else None  # type: ignore[attr-defined]
         folder = find_frozen_model(KIND, self.content, candidates, recorded_folder=self.folder, owner=owner)
@@ -190,7 +191,8 @@ def compute_latents(
 
     def encode(values: np.ndarray) -> np.ndarray:
         if not loaded_models:  # cached latents need no autoencoder
-            loaded_models.append(build_model(metadata.build_latents().spec(), 0).to(device).eval())
+            # The spec loads the autoencoder's weights, so the seed has no effect.
+            loaded_models.append(build_model(metadata.build_latents().spec(), seed=0).to(device).eval())
         return encode_moments(loaded_models[0], torch.from_numpy(values).to(device)).cpu().numpy()
 
     for rows, _ in tables.values():

@@ -25,7 +25,7 @@ class Medium(ABC):
 
     name: MediumName
     key: str
-    """The field of a batch that is generated."""
+    """Batch field that holds the samples: image, mel or video."""
     unit: str
     """What samples are called, in the plural."""
     suffixes: tuple[str, ...]

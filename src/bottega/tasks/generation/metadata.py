@@ -32,5 +32,5 @@ class GeneratorMetadata(BaseModel):
 
 
 def read_generator_metadata(folder: Path) -> GeneratorMetadata:
-    """Read the metadata of a saved processor; raises MetadataMissing."""
+    """Read the metadata of a saved processor; raises MetadataUnreadable."""
     return read_metadata(folder / METADATA_FILE, GeneratorMetadata.model_validate_json)

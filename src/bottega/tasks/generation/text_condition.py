@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict
 from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError, first_line
 from bottega.data.formats.fingerprint import hash_files
 from bottega.data.prepare.prepared import PreparedData
+from bottega.data.records.fields import CAPTION_FIELDS
 from bottega.data.tables.cache import default_cache, get_or_build
 from bottega.data.text.captions import CaptionTokenizer, find_distinct_captions, train_caption_tokenizer
 from bottega.models.folders.resolve import find_component_folder, resolve_model
@@ -102,7 +103,10 @@ class TextCondition:
     def check_saved(self, processor: Path) -> None:
         """Raise CheckpointError if a saved processor belongs to another encoder or tokenizer."""
         recorded = _read_saved_metadata(processor)
-        name, recorded_encoder = self.metadata.encoder or "model.text", recorded.encoder or "its own"
+        name, recorded_encoder = (
+            self.metadata.encoder or "model.text",
+            recorded.encoder or "an encoder trained with the model",
+        )
         check_same_model(
             "text encoder",
             current_hash=self.metadata.content,
@@ -115,8 +119,8 @@ class TextCondition:
             != self.caption_tokenizer.fingerprint
         ):
             raise CheckpointError(
-                f"{processor / TOKENIZER_FOLDER}: the tokens of the captions differ from those of this run; start over with "
-                "--fresh"
+                f"{processor / TOKENIZER_FOLDER}: the tokenizer saved here is not the one that the recipe and data give now; "
+                "restore them, or start over with --fresh"
             )
 
 
@@ -124,8 +128,8 @@ def open_text_condition(recipe: ImageRecipe | AudioRecipe | VideoRecipe, prepare
     """Return the text condition of a recipe, with the encoder's tokenizer or one trained on the training captions."""
     if recipe.data.condition_field is not None:
         raise UsageError(
-            "data.condition_field: captions are read from the fields caption, text, txt, transcript or sentence; set "
-            "data.train.label to read another field"
+            "data.condition_field does not apply to a text condition; remove it, and set data.train.label if the captions "
+            f"are in none of the fields {', '.join(CAPTION_FIELDS)}"
         )
     options = recipe.model.text
     held_out = ["validation"] if "validation" in prepared.tables else []
@@ -151,12 +155,13 @@ def open_text_condition(recipe: ImageRecipe | AudioRecipe | VideoRecipe, prepare
 
 def reopen_text_condition(recipe: ImageRecipe | AudioRecipe | VideoRecipe, processor: Path) -> TextCondition:
     """Return the text condition of a finished run; a frozen encoder must be unchanged."""
-    metadata, runs = _read_saved_metadata(processor), processor.absolute().parent.parent
+    metadata = _read_saved_metadata(processor)
+    runs_folder = processor.absolute().parent.parent  # of RUNS/RUN/processor
     if metadata.encoder is not None:
         recorded, name = Path(metadata.encoder), recipe.model.text.from_ or metadata.encoder
         candidates = (
             lambda: recorded,
-            lambda: resolve_encoder_folders(dependencies.resolve_reference(recipe, name, runs_folder=runs))[0],
+            lambda: resolve_encoder_folders(dependencies.resolve_reference(recipe, name, runs_folder=runs_folder))[0],
         )
         folder = find_frozen_model("text encoder", metadata.content, candidates, recorded_folder=metadata.encoder)
         metadata = metadata.model_copy(update={"encoder": str(folder)})
@@ -165,7 +170,11 @@ def reopen_text_condition(recipe: ImageRecipe | AudioRecipe | VideoRecipe, proce
 
 
 def resolve_encoder_folders(name: str) -> tuple[Path, Path]:
-    """Return the folders of an encoder and its tokenizer: one folder, a run's export, or a diffusers pipeline."""
+    """Return (encoder folder, tokenizer folder) of `name`: a run, a local folder or a hub name.
+
+    In a diffusers pipeline they are its subfolders text_encoder and tokenizer. Elsewhere both are the same folder, unless it has
+    no tokenizer and the folder beside it, named tokenizer, exists.
+    """
     folder = resolve_model(name, key="model.text.from", required_file=None).path.absolute()
     encoder = find_component_folder(folder, "text_encoder")
     if encoder != folder:
@@ -210,11 +219,17 @@ def _find_tokenizer_folder(folder: Path) -> Path:
 def _convert_tokenizer(folder: Path, target: Path) -> None:
     try:
         from transformers import AutoTokenizer
-
+    except ImportError as error:
+        raise EnvironmentProblem(
+            f"model.text.from: the tokenizer of {folder} needs transformers; pip install 'bottega[hub]'"
+        ) from error
+    try:
         AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False).save_pretrained(target)
-    except (ImportError, OSError, ValueError) as error:
-        reason = first_line(error)
-        raise EnvironmentProblem(f"model.text.from: the tokenizer of {folder} cannot be read: {reason}") from error
+    except (ImportError, OSError, ValueError) as error:  # some formats need a further package, which the error names
+        raise EnvironmentProblem(
+            f"model.text.from: the tokenizer of {folder} cannot be read ({first_line(error)}); download it again, or put its "
+            "tokenizer.json there"
+        ) from error
 
 
 def _read_saved_metadata(processor: Path) -> TextMetadata:

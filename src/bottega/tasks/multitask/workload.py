@@ -15,7 +15,7 @@ from bottega.data.prepare.jobs import ProgressCallback
 from bottega.models.build import build_models
 from bottega.similar_names import find_similar_names
 from bottega.tasks import registry
-from bottega.tasks.metadata import MetadataMissing, read_metadata
+from bottega.tasks.metadata import MetadataUnreadable, read_metadata
 from bottega.tasks.multitask.config import MultitaskRecipe
 from bottega.tasks.multitask.data import MultitaskData
 from bottega.tasks.multitask.part_recipes import (
@@ -63,7 +63,7 @@ def reopen_workload(recipe: Recipe, processor_folder: Path, fingerprint: str) ->
     for name in recipe.data.parts:
         part_recipe = read_saved_recipe(processor_folder, name)
         if part_recipe is None:
-            raise MetadataMissing(
+            raise MetadataUnreadable(
                 f"cannot read {processor_folder / name}.yaml; run the training command again to rewrite it"
             )
         if name in metadata[SHARED_TOKENIZER_KEY]:

@@ -142,7 +142,7 @@ def resolve_model_folder(recipe: PersonalizeRecipe, key: str, *, runs_folder: Pa
 def _list_candidate_folders(
     model: FrozenModel, key: str, recipe: PersonalizeRecipe, processor: Path
 ) -> list[Callable[[], Path]]:
-    runs_folder = processor.absolute().parent.parent
+    runs_folder = processor.absolute().parent.parent  # of RUNS/RUN/processor
     # The recorded folder first: resolving a hub name would use the network.
     return [
         lambda: _get_recorded_folder(model),

@@ -120,7 +120,7 @@ class LanguageTokenizer:
             return AutoTokenizer.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
         except ImportError as error:
             raise EnvironmentProblem(
-                f"{KEY}: loading its tokenizer needs a package that is not installed: {first_line(error)}"
+                f"{KEY}: loading its tokenizer needs a package that is not installed ({first_line(error)}); install it"
             ) from error
         except Exception as error:  # each library raises its own classes for a damaged file
             raise CheckpointError(

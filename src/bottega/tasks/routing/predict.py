@@ -28,11 +28,18 @@ def predict_rows(
         )
     else:
         paths = new_samples.paths
-        if not paths or any(map(is_missing, inputs)):
-            correction = ", not texts" if inputs else ""
+        if not paths:
             raise UsageError(
-                f"this run classifies rows of numbers{correction}; give a table with --data FILE, or numbers: 0.5,1,-2"
+                "this run classifies rows of numbers; give a table with --data FILE, or numbers such as 0.5,1,-2"
             )
+        for text, row in zip(inputs, parsed_rows, strict=True):
+            if is_missing(text):
+                problem = (
+                    f"{text} is neither an existing file nor numbers such as 0.5,1,-2"
+                    if row is None
+                    else f"{text} is a row of numbers, but other inputs are not"
+                )
+                raise UsageError(f"{problem}; give a table with --data FILE")
         keys, x = workload.read_rows(paths[0] if len(paths) == 1 else paths)
     probabilities, chosen = workload.predict_with_experts(models, x, device=device)
     return [

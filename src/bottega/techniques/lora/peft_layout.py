@@ -183,12 +183,16 @@ def copy_adapter_tensors(
         )
         problem = f"contains {unexpected[0]}, which is not trained here" if unexpected else f"lacks {missing[0]}"
         raise UsageError(
-            f"techniques.{technique}.targets: {folder} {problem}; it has {adapted_layers}; set targets and train accordingly"
+            f"techniques.{technique}.targets: {folder} {problem}; its layers are {adapted_layers}; set "
+            f"techniques.{technique}.targets and techniques.{technique}.train to match them"
         )
     for name, tensor in tensors.items():
         if targets[name].shape != tensor.shape:
-            shapes = f"{list(tensor.shape)}, not {list(targets[name].shape)}"
-            raise UsageError(f"techniques.{technique}.start: {folder} has {name} of shape {shapes}")
+            shapes = f"{list(tensor.shape)}, but this model needs {list(targets[name].shape)}"
+            raise UsageError(
+                f"techniques.{technique}.start: {folder} has {name} of shape {shapes}; set model.from to the model that it "
+                "was trained over, or give another folder"
+            )
     for name, tensor in tensors.items():
         targets[name].copy_(tensor)
 

@@ -54,6 +54,7 @@ class FileCaptions:
             )
         self.path = path
         self.captions_by_name = _read_json_captions(path)
+        # Without rows for a JSON object of captions: of the table, only the rules for file names are used then.
         self.table = Metadata(path) if self.captions_by_name is not None else _load_table(path)
 
     def get_caption(self, item: Item) -> str:
@@ -78,7 +79,10 @@ def _load_table(path: Path) -> Metadata:
     if not table.rows:
         raise DataError(f"data.captions: {path} is empty; give a table with the columns id and caption")
     if all(not _read_caption_or_empty(rows[0]) for rows in table.rows.values()):
-        raise DataError(f"data.captions: {path} has no column caption; give a table with the columns id and caption")
+        raise DataError(
+            f"data.captions: {path} has no captions; give a table with the columns id and caption, and a text in at least one "
+            "row"
+        )
     return table
 
 
@@ -100,11 +104,11 @@ def _read_json_captions(path: Path) -> dict[str, str] | None:
             return None  # JSON lines in a file named .json
         raise DataError(f"data.captions: {path} is not valid JSON ({error}); correct it") from None
     if not isinstance(content, dict) or "data" in content:
-        return None
+        return None  # a list of rows, or {"data": [rows]}
     bad_name = next((name for name, text in content.items() if not isinstance(text, str)), None)
     if bad_name is not None:
         raise DataError(
-            f'data.captions: {path}: {bad_name!r} has {content[bad_name]!r} where a caption was expected, as in {{"a.jpg": "a star"}}'
+            f'data.captions: {path}: {bad_name!r} has {content[bad_name]!r} where a caption was expected; write texts, as in {{"a.jpg": "a star"}}'
         )
     return {PurePosixPath(name).as_posix(): text for name, text in content.items()}
 
@@ -114,7 +118,8 @@ def hash_captioning_model(folder: Path) -> str:
     files = sorted({path for pattern in _HASHED_PATTERNS for path in folder.glob(pattern) if path.is_file()})
     if not (folder / "config.json").is_file() or not any(path.match(WEIGHTS_PATTERN) for path in files):
         raise UsageError(
-            f"data.captions: {folder} is not the folder of a captioning model, which has config.json and *.safetensors"
+            f"data.captions: {folder} is not the folder of a captioning model, which has config.json and *.safetensors; give "
+            "one, or a caption file"
         )
     hashes = zip((path.name for path in files), hash_files(files), strict=True)
     return hashlib.sha256(repr(list(hashes)).encode()).hexdigest()
@@ -166,7 +171,10 @@ def _caption_missing(
         texts = caption_batch(list(readable.values())) if readable else []
         for image_hash, text in zip(readable, texts, strict=True):
             if not text.strip():
-                raise DataError(f"data.captions: the model of {folder} gives an empty caption for {images[image_hash]}")
+                raise DataError(
+                    f"data.captions: the model of {folder} gives an empty caption for {images[image_hash]}; caption that item "
+                    "in the data, or use another model"
+                )
             captions[image_hash] = " ".join(text.split())
         with cache:
             rows = [(model_hash, image_hash, captions[image_hash]) for image_hash in readable]
