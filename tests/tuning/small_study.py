@@ -69,7 +69,7 @@ class TuneProcess:
     def kill(self) -> None:
         """Kill the command without a chance to clean up."""
         self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
+        self.process.communicate()
 
     def finish(self) -> tuple[int, str]:
         """Wait for the end; return exit code and output."""
