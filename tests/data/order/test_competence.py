@@ -180,7 +180,7 @@ def test_images_are_ranked_by_their_score_field(tmp_path: Path) -> None:
 
 
 def test_scored_texts_keep_their_counts_of_documents_and_bytes(tmp_path: Path) -> None:
-    inner = TokenEncoder(tmp_path, "<u2", ends=True)
+    inner = TokenEncoder(tmp_path, "<u2", has_end_token=True)
     assert ScoredEncoder(inner, "hardness").summed_entries == inner.summed_entries == ("documents", "bytes")
 
 
