@@ -130,7 +130,11 @@ def test_early_divergence_is_told_from_a_loss_that_is_never_finite() -> None:
     options = training(optimizer={"name": "sgd", "momentum": 0.0}, weight_decay=0.0, max_grad_norm=None)
     for task, low, message in (
         (InfiniteTask(curvature=1.0), 1e-3, r"not finite before the first update; check the data and the model$"),
-        (QuadraticTask(curvature=1.0), 1e3, r"^the loss diverges within [2-5] steps of the lowest rate 1000; lower --min"),
+        (
+            QuadraticTask(curvature=1.0),
+            1e3,
+            r"^the loss diverges within [2-5] steps of the lowest rate 1000; lower --min",
+        ),
     ):
         sgd_engine = engine(options, task=task)
         sweep = sweep_learning_rates(

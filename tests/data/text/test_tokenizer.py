@@ -323,7 +323,9 @@ def test_unreachable_hub_name_is_refused_in_one_line(monkeypatch: pytest.MonkeyP
         raise OSError("no network\nand more")
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", offline)
-    with pytest.raises(EnvironmentProblem, match=r"'someone/some' .* hub: no network; correct the name, or check the network$"):
+    with pytest.raises(
+        EnvironmentProblem, match=r"'someone/some' .* hub: no network; correct the name, or check the network$"
+    ):
         load_pretrained_tokenizer("someone/some")
 
 
