@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -12,7 +13,7 @@ def count_operations(work: Callable[[], object]) -> int:
     """Return the number of Python lines that `work` executes plus the C functions it calls, on this thread.
 
     A vectorised call counts once for any number of elements: a count that does not grow with the data means that there
-    is no Python loop over it.
+    is no Python loop over it. Garbage collection is off meanwhile, because the finalisers that it runs would be counted.
     """
     count = 0
 
@@ -25,7 +26,8 @@ def count_operations(work: Callable[[], object]) -> int:
         nonlocal count
         count += event == "c_call"
 
-    trace, profile = sys.gettrace(), sys.getprofile()
+    trace, profile, is_collecting = sys.gettrace(), sys.getprofile(), gc.isenabled()
+    gc.disable()
     sys.settrace(on_line)
     sys.setprofile(on_call)
     try:
@@ -33,6 +35,8 @@ def count_operations(work: Callable[[], object]) -> int:
     finally:
         sys.setprofile(profile)
         sys.settrace(trace)
+        if is_collecting:
+            gc.enable()
     return count
 
 

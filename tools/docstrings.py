@@ -43,7 +43,7 @@ class Doc(NamedTuple):
     text: str
     label: str
     group: str
-    """Its top-level class or function; splits do not separate a group."""
+    """The top-level class or function that contains the docstring; splits do not separate a group."""
 
 
 def iter_docs(root: Path, package: str) -> Iterator[Doc]:

@@ -121,6 +121,29 @@ def test_divergence_starts_where_the_loss_exceeds_its_start() -> None:
     assert analyse_sweep(sudden, low=LOWEST_RATE, high=HIGHEST_RATE, steps=NUM_STEPS).diverges_at == sweep.rates[59]
 
 
+def test_early_divergence_is_told_from_a_loss_that_is_never_finite() -> None:
+    class InfiniteTask(QuadraticTask):
+        def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
+            total, weight = super().loss(models, batch, rng).terms["height"]
+            return Loss(terms={"height": (total + torch.inf, weight)}, metrics={})
+
+    options = training(optimizer={"name": "sgd", "momentum": 0.0}, weight_decay=0.0, max_grad_norm=None)
+    for task, low, message in (
+        (InfiniteTask(curvature=1.0), 1e-3, r"not finite before the first update; check the data and the model$"),
+        (
+            QuadraticTask(curvature=1.0),
+            1e3,
+            r"^the loss diverges within [2-5] steps of the lowest rate 1000; lower --min",
+        ),
+    ):
+        sgd_engine = engine(options, task=task)
+        sweep = sweep_learning_rates(
+            sgd_engine, loader(ArraySource({"x": np.zeros(8)}), of=sgd_engine), low=low, high=1e4
+        )
+        with pytest.raises(UsageError, match=message):
+            analyse_sweep(sweep, low=low, high=1e4, steps=NUM_STEPS)
+
+
 def test_a_loss_that_never_falls_is_refused() -> None:
     rising = 2 + np.linspace(0, 1, NUM_STEPS) ** 2
     for seed in range(40):

@@ -11,7 +11,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bottega import cli
-from bottega.config.importers import FORMATS, axolotl, detect_format, lightning, llamafactory, trainer, translate_config
+from bottega.config.importers import (
+    FORMATS,
+    axolotl_skipped_keys,
+    detect_format,
+    lightning,
+    llamafactory,
+    trainer,
+    translate_config,
+)
 from bottega.config.importers.import_report import format_report
 from bottega.config.importers.translation import UNKNOWN_REASON, Translation, iterate_leaves
 from bottega.config.load import get_global_batch_size
@@ -658,10 +666,18 @@ def test_unmapped_key_has_its_category(kind: str, snippet: str, key: str, catego
     assert_every_key_is_reported(translation, config)
 
 
+@pytest.mark.parametrize(
+    ("adapter", "reason"), [("llama-adapter", "adapter is llama-adapter, not lora"), (None, "the file sets no adapter")]
+)
+def test_lora_options_without_lora_have_their_reason(adapter: str | None, reason: str) -> None:
+    translation = translate_example("axolotl", {**BASES["axolotl"], "adapter": adapter, "lora_r": 8})
+    assert [row.reason for row in translation.unmapped if row.source_key == "lora_r"] == [reason]
+
+
 def collect_handled_keys(kind: str) -> set[str]:
     """Return the source's keys that are translated or have a specific reason."""
     tables = {
-        "axolotl": (axolotl.SKIPPED_KEYS, trainer.SKIPPED_KEYS),
+        "axolotl": (axolotl_skipped_keys.SKIPPED_KEYS, trainer.SKIPPED_KEYS),
         "llamafactory": (llamafactory.SKIPPED_KEYS, trainer.SKIPPED_KEYS),
         "trainer": (trainer.SKIPPED_KEYS,),
         "lightning": (lightning.SKIPPED_KEYS,),

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import CASES, Case, build
+from PIL import Image
 
 import small_media
-import two_ranks as script
+import two_ranks as two_ranks_script
 from bottega.core import checkpoint
 from bottega.core.rundir import read_metrics
 from bottega.core.trainer import evaluate
@@ -65,7 +66,7 @@ def test_resume_is_bit_exact(case: Case, tmp_path: Path, optimizer: str) -> None
         assert differing_tensors(end, resumed.state()) == [], f"cut at step {cut}"
 
 
-def test_the_mean_is_exact_under_any_micro_batch_split(case: Case, tmp_path: Path) -> None:
+def test_micro_batches_do_not_change_the_loss_or_the_update(case: Case, tmp_path: Path) -> None:
     """With SGD a difference in a gradient is not amplified in the weights."""
     options = {"model.dropout": 0.0, "training.optimizer.name": "sgd", "training.learning_rate": 0.1}
     unsplit = build(case, tmp_path, **options)
@@ -179,15 +180,16 @@ def test_two_ranks_match_the_checkpoints_of_one_process(two_ranks: Path, tmp_pat
 
 def test_two_ranks_draw_the_noise_of_one_process(two_ranks: Path, tmp_path: Path) -> None:
     """Noise depends on the position in the global batch, and in an evaluation on the sample."""
-    alone = small_media.train(tmp_path, name="image", **script.IMAGE).path
+    alone = small_media.train(tmp_path, name="image", **two_ranks_script.IMAGE).path
     distributed = two_ranks / "image"
     assert_close(read_tensors(alone), read_tensors(distributed), atol=2e-6)
     a, b = (read_metrics(run / "metrics.jsonl") for run in (alone, distributed))
     assert [r["kind"] for r in a] == [r["kind"] for r in b]
     assert [r["loss"] for r in b] == pytest.approx([r["loss"] for r in a], rel=1e-5)
-    drawn = [(run / "samples" / "step-00000004" / "00.png").read_bytes() for run in (alone, distributed)]
-    assert drawn[0].startswith(b"\x89PNG")
-    assert drawn[1].startswith(b"\x89PNG")
+    for name in ("00.png", "01.png"):
+        images = [np.asarray(Image.open(run / "samples" / "step-00000004" / name), int) for run in (alone, distributed)]
+        # The weights differ by rounding, which can change the level of a pixel by one.
+        np.testing.assert_allclose(*images, rtol=0, atol=1, err_msg=name)
 
 
 def test_two_ranks_resume_together(two_ranks: Path, tmp_path: Path, text_file: Path) -> None:

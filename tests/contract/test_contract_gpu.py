@@ -58,7 +58,7 @@ def test_deterministic_resume_is_bit_exact(case: Case, variant: str, tmp_path: P
     assert differing_tensors(end, second.state()) == []
 
 
-def test_the_mean_is_exact_under_a_micro_batch_split(case: Case, tmp_path: Path) -> None:
+def test_micro_batches_do_not_change_the_loss_or_the_update(case: Case, tmp_path: Path) -> None:
     """One step of SGD: rounding is larger than on a CPU, and further steps may amplify it."""
     options = {**float32_options(case), "device": "cuda"}
     unsplit = build(case, tmp_path, **options)

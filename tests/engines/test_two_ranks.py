@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-import two_ranks as script
+import two_ranks as two_ranks_script
 from bottega.core.rundir import read_metrics
 from bottega.core.trainer import evaluate
 from bottega.data.loading.loader import iter_eval_batches
@@ -23,7 +23,7 @@ def load_result(folder: Path, name: str, rank: int = 0) -> dict[str, np.ndarray]
 @pytest.fixture(autouse=True, scope="module")
 def _rank() -> None:
     """Check that two_ranks.py was imported outside a process group."""
-    assert script.RANK == 0
+    assert two_ranks_script.RANK == 0
 
 
 @pytest.mark.parametrize("micro", [None, 1, 3])
@@ -37,7 +37,7 @@ def test_weights_and_losses_match_one_process(two_ranks: Path, micro: int | None
 
 
 def test_groups_with_a_later_start_match_one_process(two_ranks: Path) -> None:
-    torch_engine = engine(training(optimizer={"name": "sgd"}, groups=script.UNFREEZING))
+    torch_engine = engine(training(optimizer={"name": "sgd"}, groups=two_ranks_script.UNFREEZING))
     torch_engine.set_schedule(torch_engine.rate, total=8, steps_per_epoch=5)
     train_steps(torch_engine, loader(of=torch_engine), 0, 4)
     distributed = load_result(two_ranks, "unfreezing")
@@ -55,9 +55,9 @@ def test_gathered_rows_have_each_sample_once_in_order(two_ranks: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "task"),
     [
-        ("tensor", script.WithDropout()),
-        ("tensor-unwrapped", script.Unwrapped()),
-        ("tensor-state", script.Remembering()),
+        ("tensor", two_ranks_script.WithDropout()),
+        ("tensor-unwrapped", two_ranks_script.Unwrapped()),
+        ("tensor-state", two_ranks_script.Remembering()),
     ],
 )
 def test_ranks_that_share_their_data_match_one_process(two_ranks: Path, name: str, task: Toy) -> None:
@@ -74,9 +74,9 @@ def test_ranks_that_share_their_data_match_one_process(two_ranks: Path, name: st
         )
 
 
-@pytest.mark.parametrize("kind", script.OUT_OF_MEMORY)
+@pytest.mark.parametrize("kind", two_ranks_script.OUT_OF_MEMORY)
 def test_ranks_find_the_micro_batch_that_fits_all_of_them(two_ranks: Path, kind: str) -> None:
-    torch_engine = engine(training(optimizer={"name": "sgd"}), task=script.OUT_OF_MEMORY[kind]())
+    torch_engine = engine(training(optimizer={"name": "sgd"}), task=two_ranks_script.OUT_OF_MEMORY[kind]())
     train_steps(torch_engine, loader(of=torch_engine), 0, 3)
     distributed = load_result(two_ranks, kind)
     for name, array in copy_state(torch_engine).items():
@@ -84,14 +84,22 @@ def test_ranks_find_the_micro_batch_that_fits_all_of_them(two_ranks: Path, kind:
 
 
 def test_ranks_stay_equal_bit_for_bit(two_ranks: Path) -> None:
-    for name in ("split-None", "split-1", "split-3", "unfreezing", *script.OUT_OF_MEMORY, "disagreement", "rollback"):
+    for name in (
+        "split-None",
+        "split-1",
+        "split-3",
+        "unfreezing",
+        *two_ranks_script.OUT_OF_MEMORY,
+        "disagreement",
+        "rollback",
+    ):
         a, b = load_result(two_ranks, name, 0), load_result(two_ranks, name, 1)
         assert a.keys() == b.keys()
         assert all(a[key].tobytes() == b[key].tobytes() for key in a), name
 
 
 def test_an_evaluation_counts_every_sample_once(two_ranks: Path) -> None:
-    expected = evaluate(engine(task=script.Weighted(noise=0.0)), iter_eval_batches(source(samples=37), 8))
+    expected = evaluate(engine(task=two_ranks_script.Weighted(noise=0.0)), iter_eval_batches(source(samples=37), 8))
     for rank in (0, 1):
         metrics = json.loads((two_ranks / f"evaluation.{rank}.json").read_text())
         assert metrics == pytest.approx(expected, rel=1e-6)
@@ -100,7 +108,7 @@ def test_an_evaluation_counts_every_sample_once(two_ranks: Path) -> None:
 def test_both_ranks_roll_back_and_skip_the_same_batch(two_ranks: Path) -> None:
     a, b = (json.loads((two_ranks / f"rollback.{rank}.json").read_text()) for rank in (0, 1))
     assert a == b
-    batches = loader(source(bad=script.BAD), of=engine())
-    assert a["skip_steps"] == [step for step in range(6) if script.BAD in batches.indices(step)[0]] != []
+    batches = loader(source(bad=two_ranks_script.BAD), of=engine())
+    assert a["skip_steps"] == [step for step in range(6) if two_ranks_script.BAD in batches.indices(step)[0]] != []
     assert [row["step"] for row in read_metrics(two_ranks / "rollback.jsonl")] == [1, 2, 3, 4, 5, 6]
     assert all(np.isfinite(array).all() for array in load_result(two_ranks, "rollback").values())

@@ -1,4 +1,5 @@
-"""Our own encoder: padding has no effect, features depend on all tokens and their order, initial weights on names."""
+"""The transformer classifier from scratch: padding has no effect, features depend on all tokens and their order, and initial
+weights depend on the seed."""
 
 from __future__ import annotations
 
@@ -51,19 +52,17 @@ def test_empty_row_has_zero_features_and_finite_gradients() -> None:
 def test_features_depend_on_all_tokens_and_their_order() -> None:
     model, mask = build_network(), torch.ones(1, 3, dtype=torch.bool)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(5 if parameter.dim() > 1 else 1)
         original, reversed_order = (model.features(torch.tensor([ids]), mask) for ids in ([1, 2, 3], [3, 2, 1]))
     assert (original - reversed_order).abs().max() > 1e-3
-    model.zero_grad()
+    # Attention is bidirectional: the output at the first token has a gradient with respect to all tokens.
     x = model.embedding(torch.tensor([[4, 5, 6, 7]])).detach().requires_grad_()
     model.embedding.register_forward_hook(lambda module, args, out: x)
-    last: list[torch.Tensor] = []
-    model.norm.register_forward_hook(lambda module, args, out: last.append(out))
+    outputs: list[torch.Tensor] = []
+    model.norm.register_forward_hook(lambda module, args, out: outputs.append(out))
     model.features(torch.tensor([[4, 5, 6, 7]]), torch.ones(1, 4, dtype=torch.bool))
-    last[0][0, 0].square().sum().backward()
+    outputs[0][0, 0].square().sum().backward()
     assert x.grad is not None
-    assert (x.grad[0].abs().amax(1) > 1e-6).all(), "the first token attends to later ones"
+    assert (x.grad[0].abs().amax(1) > 1e-6).all(), "the first token does not attend to all tokens"
 
 
 def test_logits_are_the_head_of_the_features() -> None:
@@ -73,7 +72,7 @@ def test_logits_are_the_head_of_the_features() -> None:
     torch.testing.assert_close(model.head(model.features(ids, mask)), model(ids, mask))
 
 
-def test_initial_weights_depend_on_seed_and_name_also_from_the_meta_device() -> None:
+def test_initial_weights_depend_on_the_seed_and_not_on_the_meta_device() -> None:
     first, other = build_network(0), build_network(1)
     with torch.device("meta"):
         materialised = TextClassifier(SHAPE)
@@ -83,7 +82,7 @@ def test_initial_weights_depend_on_seed_and_name_also_from_the_meta_device() -> 
     assert not torch.equal(first.embedding.weight, other.embedding.weight)
     assert (first.norm.weight == 1).all()
     ids, mask = draw_texts([7, 3], padded_length=7)
-    assert torch.equal(first(ids, mask), materialised.eval()(ids, mask)), "rotary tables are recomputed"
+    assert torch.equal(first(ids, mask), materialised.eval()(ids, mask)), "rotary tables are not recomputed"
 
 
 def test_checkpointing_changes_no_gradient() -> None:

@@ -236,7 +236,9 @@ def test_invalid_sides_are_named_with_a_valid_size() -> None:
     assert "width" not in str(caught.value)
     with pytest.raises(UsageError, match=r"height 0 .* such as 4\), width 3"):
         model.latent_shape((0, 3))
-    with pytest.raises(UsageError, match="over height, width got data with the sides"):
+    with pytest.raises(
+        UsageError, match=r"takes data with 2 sides \(height, width\), but this data has 1 \(16\); use an"
+    ):
         model.encode(draw(1, 16, 3))
     video = small_shape(dims=3, causal_time=True, temporal_downsample=4)
     with pytest.raises(UsageError, match=r"frames 16 \(must be 1 more than a multiple of 4, such as 17\)"):

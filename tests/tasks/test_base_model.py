@@ -203,7 +203,11 @@ def test_exported_files_follow_the_umask(bases: Path, tmp_path: Path, mask: int)
             r"^training\.groups: '\.\*embed\.\*' matches model\.embed_tokens\.weight of the base model",
         ),
         ({}, {"training.freeze": ["model.embed_tokens"]}, r"^training\.freeze: .* of the base"),
-        ({}, {"training.freeze": ["backbone"]}, r"^training\.freeze: backbone: .* already freezes the base model"),
+        (
+            {},
+            {"training.freeze": ["backbone"]},
+            r"^training\.freeze: remove backbone, because .* already freezes the base model",
+        ),
     ],
 )
 def test_invalid_lora_options_are_refused_by_key(

@@ -357,7 +357,11 @@ def test_one_epoch_visits_each_source_once(tmp_path: Path) -> None:
         ({"data.mixture": None, "techniques": ["replay"]}, UsageError, "replay needs sources"),
         ({"data.sources": [{"kind": "embedded"}]}, UsageError, "a sequence needs two or more data.sources"),
         ({"data.replay.path": "x"}, UsageError, "cannot be combined with mixture: sequence"),
-        ({"training.max_steps": 1}, UsageError, r"data.sources\[.\] has .* less than one step of a run of 1 steps"),
+        (
+            {"training.max_steps": 1},
+            UsageError,
+            r"data.sources\[.\] has .* samples, which is less than one step of a run of 1 steps",
+        ),
         (
             {"data.validation.split": 1e-9, "data.split": {"by": "hash"}},
             DataError,

@@ -159,7 +159,7 @@ def test_student_approaches_the_teacher(recipe: str, teachers: dict[str, Path], 
 
 
 @pytest.mark.parametrize("hidden", [0.0, 0.5])
-def test_the_mean_is_exact_under_any_micro_batch_split(
+def test_micro_batches_do_not_change_the_losses_or_the_update(
     recipe: str, hidden: float, teachers: dict[str, Path], tmp_path: Path
 ) -> None:
     plain = {"training.optimizer.name": "sgd", "training.learning_rate": 0.1, "model.dropout": 0.0}

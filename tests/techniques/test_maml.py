@@ -284,7 +284,7 @@ def test_maml_gradient_of_a_real_model_matches_finite_differences(name: str, tmp
 
 
 @pytest.mark.parametrize(("name", "method"), TASKS_AND_METHODS)
-def test_the_mean_is_exact_under_any_micro_batch_split(name: str, method: str, tmp_path: Path) -> None:
+def test_micro_batches_do_not_change_the_loss_or_the_update(name: str, method: str, tmp_path: Path) -> None:
     sgd = {"training.optimizer.name": "sgd", "training.learning_rate": 0.1}
     full, split = Subject(name, tmp_path, method, **sgd), Subject(name, tmp_path, method, **sgd)
     split.engine.micro_batch_size = 3

@@ -224,7 +224,7 @@ def format_report(report: dict[str, Any]) -> str:
     else:
         lines.append("bad records: none")
     for reason, count in sorted(report["dropped"].items()):
-        lines.append(f"left out: {count:,} {reason}")
+        lines.append(f"{format_counts({'records': count})[0]} left out: {reason}")
     for example in report["examples"]:
         names = [name for name in ("label", "rule", "caption") if name in example]
         fields = "".join(f", {name} {_escape(example[name])}" for name in names)

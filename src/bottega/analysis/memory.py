@@ -41,9 +41,8 @@ def plan_memory(words: list[str], *, quiet: bool = False) -> dict[str, Any]:
     for name in dependencies.find_referenced_dependencies(recipe):
         ensure_dependency(recipe, name, quiet=quiet)
     console = Console(unit="samples", quiet=quiet)
-    plan = build_training_plan(
-        dependencies.resolve_references(recipe), prepare_workload(dependencies.resolve_references(recipe), console)
-    )
+    resolved = dependencies.resolve_references(recipe)
+    plan = build_training_plan(resolved, prepare_workload(resolved, console))
     # Without compilation, as every size would be compiled anew; a compiled model takes somewhat less memory.
     training = recipe.training.model_copy(
         update={"compile": False, "micro_batch_size": None, "gradient_accumulation_steps": None}
@@ -69,7 +68,7 @@ def build_longest_batch(source: Source, size: int) -> Batch:
     by_length = source.length_order(len(source))
     order = np.arange(len(source)) if by_length is None else np.asarray(by_length)[::-1]
     index = order[np.arange(size) % len(order)]
-    return source.rows(index, np.zeros(size, dtype=np.int64))
+    return source.rows(index, epoch=np.zeros(size, dtype=np.int64))
 
 
 def measure_memory(
@@ -127,7 +126,7 @@ def format_report(report: dict[str, Any]) -> str:
         lines.append(f"{model['name']:<18}{counts}{_format_size(model['bytes']):>12}  {model['kind']}")
     lines += [f"{'gradients':<48}{_format_size(report['gradient_bytes']):>12}"]
     lines += [f"{'optimizer':<48}{_format_size(report['optimizer_bytes']):>12}", ""]
-    title = "peak" if report["is_peak"] else "saved"
+    title = "peak" if report["is_peak"] else "activations"
     lines += [
         f"measured on {report['device']}, {report['precision']}",
         f"{'micro-batch':>11}{title:>12}{'samples/s':>12}",

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from bottega.data.formats import SourceFiles
+from bottega.data.records.fields import TEXT_FIELDS
 from bottega.data.records.record import BadRecord
 
 TABLE_KINDS = ("csv", "jsonl", "json", "parquet", "arrow", "huggingface", "tfrecord")
@@ -84,8 +85,10 @@ def format_columns(report: dict[str, Any]) -> str:
     path = shlex.quote(report["path"])
     text, label = _guess_columns(report["columns"])
     hints = [
-        "no column has a common name of a text column; set the columns to read:",
+        f"no column is named like a text column ({', '.join(TEXT_FIELDS)}); choose the columns yourself:",
+        "to classify texts:",
         f"  bottega data classify --data {path} data.train.field={text} data.train.label={label}",
+        "to classify rows of numbers:",
         f"  bottega data routing --data {path} data.train.label={label}",
     ]
     return "\n".join([*lines, "", *hints])

@@ -47,9 +47,9 @@ def verify_resume(words: list[str], *, steps: int, kills: int, verbose: bool) ->
             "logging.tensorboard=false",
             f"output_dir={folder}",
         ]
-        log(f"a run of {steps} steps without interruption")
+        log(f"training {steps} steps without interruption, for comparison")
         seconds = _train_to_end([*common_words, "name=whole"])
-        log(f"the same run, killed {kills} x with SIGKILL")
+        log(f"training the same steps, killed {kills} x with SIGKILL")
         num_kills = _train_with_kills(
             [*common_words, "name=killed"], Path(folder) / "killed", kills=kills, steps=steps, log=log
         )

@@ -13,21 +13,21 @@ CGROUP_ROOT, PROCESS_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 def get_available_memory() -> int:
     """Return the bytes that can be allocated before the kernel kills a process or refuses."""
     free = psutil.virtual_memory().available + psutil.swap_memory().free
-    limits = [limit for limit in (*_read_container_limits(), _read_address_limit()) if limit is not None]
-    return max(0, min([free, *limits]))
+    return max(0, min([free, *_read_bytes_left_in_cgroups(), *_read_bytes_left_in_address_space()]))
 
 
-def _read_address_limit() -> int | None:
-    """Return the bytes left under `ulimit -v`; None without a limit."""
+def _read_bytes_left_in_address_space() -> Iterator[int]:
+    """Yield the bytes left under `ulimit -v`, if there is such a limit."""
     try:
         import resource
     except ImportError:  # Windows
-        return None
+        return
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    return None if limit == resource.RLIM_INFINITY else limit - psutil.Process().memory_info().vms
+    if limit != resource.RLIM_INFINITY:
+        yield limit - psutil.Process().memory_info().vms
 
 
-def _read_container_limits() -> Iterator[int]:
+def _read_bytes_left_in_cgroups() -> Iterator[int]:
     """Yield the bytes left in each cgroup of this process, innermost first (cgroup v2 and v1)."""
     try:
         lines = PROCESS_CGROUPS.read_text().splitlines()
@@ -45,11 +45,11 @@ def _read_container_limits() -> Iterator[int]:
         for group in (folder, *folder.parents):
             if not group.is_relative_to(root):
                 break
-            if (left := _read_bytes_left(group, *names)) is not None:
-                yield left
+            if (bytes_left := _read_bytes_left_in_cgroup(group, *names)) is not None:
+                yield bytes_left
 
 
-def _read_bytes_left(group: Path, limit_file: str, usage_file: str) -> int | None:
+def _read_bytes_left_in_cgroup(group: Path, limit_file: str, usage_file: str) -> int | None:
     """Return the bytes left in a cgroup; None if it has no limit or cannot be read."""
     try:
         maximum, used = (group / limit_file).read_text().strip(), int((group / usage_file).read_text())

@@ -94,8 +94,9 @@ class RunExporter:
     def build_model_card(self, metadata: dict[str, Any]) -> str:
         """Return the README.md of the export."""
         progress = self.progress
-        best = progress.get("best")
-        score = f"- best {self.recipe.evaluation.metric} {best:.4f} at step {progress['best_step']}\n" if best else ""
+        best, best_step = progress.get("best"), progress.get("best_step")
+        has_best = best is not None and best_step  # step 0: the best checkpoint is not in this run
+        score = f"- best {self.recipe.evaluation.metric} {best:.4f} at step {best_step}\n" if has_best else ""
         requirement = f"- needs {metadata['needs']}\n" if "needs" in metadata else ""
         front_matter = "".join(f"{name}: {value}\n" for name, value in metadata.items() if name != "needs")
         return (

@@ -138,7 +138,7 @@ def format_report(result: dict[str, Any]) -> str:
         lines.append(f"{'left out':<12}{result['bad']:,} bad of {result['records']:,} records")
         lines += [f"            {bad}" for bad in result["bad_records"][:5]]
     for reason, count in sorted(result["dropped"].items()):
-        lines.append(f"{'left out':<12}{count:,} {reason}")
+        lines.append(f"{'left out':<12}{format_counts({'records': count})[0]}: {reason}")
     lines += [f"{'left out':<12}column {name!r}, which is not numeric" for name in result.get("left_out_columns", ())]
     lines += format_rules(result)
     lines.append(f"{'shards':<12}{result['folder']}")

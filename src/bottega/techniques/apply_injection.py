@@ -64,7 +64,7 @@ def _check_options(task: InjectedTask, model: Any, recipe: Recipe) -> tuple[str,
     freeze = recipe.training.freeze or ()
     if BACKBONE in freeze and not any(name == BACKBONE for name, _ in model.named_children()):
         # Without such a module, `backbone` is every layer but the last: it would freeze most of the injected layers.
-        raise UsageError(f"training.freeze: {BACKBONE}: {task.key} already freezes the base model; remove it")
+        raise UsageError(f"training.freeze: remove {BACKBONE}, because {task.key} already freezes the base model")
     task.check_patterns(freeze, model, key="training.freeze")
     return tuple(task.notes(model))
 

@@ -62,7 +62,7 @@ def test_pieces_have_about_the_requested_size(tmp_path: Path) -> None:
     pieces = find_files(Source(path=str(file))).list_pieces(10_000)
     assert len(pieces) == file.stat().st_size // 10_000 + 1
     # 10 rows of 9 bytes, 90 of 10, 820 of 11: 10,010 bytes.
-    assert [(piece.start, piece.lines_before) for piece in pieces[:2]] == [(0, 0), (10_010, 920)]
+    assert [(piece.start, piece.records_before) for piece in pieces[:2]] == [(0, 0), (10_010, 920)]
     assert all(piece.stop == after.start for piece, after in pairwise(pieces))
 
 

@@ -253,7 +253,7 @@ def test_real_file_in_pieces_gives_the_same_records() -> None:
     file = Path(DATA or "", "readers-tfrecord", "mnist.tfrecord")
     pieces = tfrecord.list_pieces(file, file.name, Source(), 100_000)
     assert len(pieces) > 25
-    assert pieces[3].lines_before == 3 * pieces[1].lines_before
+    assert pieces[3].records_before == 3 * pieces[1].records_before
     records = [record for piece in pieces for record in tfrecord.read(piece, Source())]
     expected = read_records(file)
     assert [(r.key, r.where) for r in records] == [(r.key, r.where) for r in expected]

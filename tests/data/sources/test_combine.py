@@ -105,6 +105,28 @@ def test_sources_with_incompatible_rows_are_named(other: RecordingSource, messag
             concat.rows(np.array([1, 5]), np.zeros(2, np.int64))
 
 
+class PaddedSource(RecordingSource):
+    """A source with the field `ids`, which is padded to the longest sample of a batch."""
+
+    padding_values = {"ids": 0}  # noqa: RUF012
+
+    def rows(self, index: np.ndarray, epoch: np.ndarray) -> dict[str, Any]:
+        return {**super().rows(index, epoch), "ids": np.ones((len(index), 5), np.int64)}
+
+
+def test_source_without_a_padded_field_is_named() -> None:
+    scalar = RecordingSource(1, 4, ids=np.zeros(1, np.int64))
+    for other, message in (
+        (RecordingSource(1, 4), r"a has the field 'ids', but b does not; give all sources the same fields"),
+        (scalar, r"'ids' is int64 \[5\] in a and int64 \[\] in b"),
+    ):
+        concat = Concat([PaddedSource(0, 4), other], names=["a", "b"])
+        with pytest.raises(DataError, match=message):
+            concat.check()
+        with pytest.raises(DataError, match=message):
+            concat.rows(np.array([1, 5]), np.zeros(2, np.int64))
+
+
 def test_batches_from_single_sources_may_differ_in_shape() -> None:
     concat = Concat([ArraySource({"x": np.zeros((4, 8))}), ArraySource({"x": np.zeros((4, 6))})])
     assert concat.rows(np.array([1, 2]), np.zeros(2, np.int64))["x"].shape == (2, 8)

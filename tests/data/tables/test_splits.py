@@ -206,6 +206,25 @@ def test_folds_are_disjoint_and_cover_everything(
         assert (np.ptp(by_class, axis=1) <= 1).all()
 
 
+@pytest.mark.parametrize("test", [0.1, 0.2, 0.5, 0.9])
+def test_folds_by_hash_divide_the_rows_outside_test(test: float) -> None:
+    """Test takes the highest hashes, so folds that divided the whole range of hashes would leave the last fold empty."""
+    keys = np.arange(10_000, dtype=np.uint64) * np.uint64(2**64 // 10_000)
+    counts = [
+        count_splits(assign_splits(SplitTable(keys), make_splitting("hash", folds=5, fold=fold), None, test))
+        for fold in range(5)
+    ]
+    assert [num_test for *_, num_test in counts] == pytest.approx([10_000 * test] * 5, abs=1)
+    assert [num_validation for _, num_validation, _ in counts] == pytest.approx([2000 * (1 - test)] * 5, abs=2)
+
+
+def test_folds_by_hash_without_test_are_ranges_of_the_hash() -> None:
+    rows = make_table(500)
+    for fold in range(3):
+        splits = assign_splits(rows, make_splitting("hash", folds=3, fold=fold), None, None)
+        assert np.array_equal(splits == VALIDATION, [(int(key) >> 32) * 3 >> 32 == fold for key in rows.keys])
+
+
 def test_folds_of_texts_are_equal_in_characters() -> None:
     sizes = np.random.default_rng(0).integers(1, 1000, 500)
     folds = [
@@ -260,7 +279,7 @@ def test_invalid_split_settings_are_refused() -> None:
     with pytest.raises(UsageError, match=r"data\.test\.split is 1\.5; it must be between 0 and 1"):
         assign_splits(make_table(10), make_splitting("fraction"), None, 1.5)
     for rule, requirement in {
-        "file": "files",
+        "file": "data whose rows come from several files",
         "stratified": "a class for each row",
         "group": r"data\.split\.field",
     }.items():

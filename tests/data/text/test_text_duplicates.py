@@ -81,15 +81,16 @@ def test_similarity_estimate_is_within_three_standard_errors(fraction: float) ->
         scale = np.sqrt(true * (1 - true) / NUM_PERMUTATIONS)
         errors.append(estimated - true)
         num_outliers += abs(estimated - true) > 3 * scale + 1e-12
-    # Three standard errors are exceeded once in 370; twice in 40 pairs is next to impossible.
+    # A normal error exceeds three standard errors with a probability of 1/370, so two of 40 do with one of 0.5 %.
     assert num_outliers <= 1
-    # Unbiased: the standard error of the mean of 40 errors is a sixth of one error.
+    # Unbiased: the mean of 40 errors has a standard error of sqrt(s (1 - s) / (128 x 40)), and sqrt(s (1 - s)) <= 0.5.
     assert abs(np.mean(errors)) <= 3 * 0.5 / np.sqrt(NUM_PERMUTATIONS * 40)
 
 
 def test_near_duplicates_are_detected_and_others_are_not() -> None:
     originals = [make_document(seed) for seed in range(60)]
-    # With 5 % of the words changed, 0.95^5 of the shingles remain, which is a similarity of 0.63; with 1 %, of 0.91.
+    # A shingle of five words remains with the probability p = 0.95^5 = 0.77 if 5 % of the words change, and two texts that
+    # share a fraction p of their shingles have the similarity p / (2 - p) = 0.63; if 1 % change, 0.91.
     signatures = compute_signatures(
         [*originals, *(change_words(words, 0.05, seed) for seed, words in enumerate(originals))]
     )
@@ -127,11 +128,13 @@ def test_many_equal_texts_leave_one_with_few_comparisons() -> None:
     assert many < 5 * few
 
 
-def test_dissimilar_first_text_of_a_band_hides_no_duplicates() -> None:
+def test_duplicates_are_found_although_the_first_text_of_their_band_differs() -> None:
     num_bands, rows = choose_bands(0.8)
     second = numpy_generator(0, "row").integers(0, 2**32, NUM_PERMUTATIONS, dtype=np.uint32)
     third = second.copy()
-    third[rows : num_bands * rows : rows] += 1  # All bands differ but the first, and 108 of 128 values are equal.
+    # One value in each band but the first differs: 108 of 128 values are equal, a similarity of 0.84.
+    third[rows : num_bands * rows : rows] += 1
+    # Equal in the first band only: in it, second and third are both compared with this text, and differ from it.
     first = second + np.uint32(7)
     first[:rows] = second[:rows]
     assert find_near_unique(np.stack([first, second, third]), 0.8).tolist() == [True, True, False]
@@ -148,9 +151,10 @@ def test_bands_detect_pairs_at_the_threshold() -> None:
 
 def test_signatures_of_short_and_wordless_texts() -> None:
     assert estimate_similarity(minhash_signature("A good film!"), minhash_signature("a  good film")) == 1
+    # A text of fewer than ten words is a single shingle, so texts that differ in one word agree only by chance.
     assert estimate_similarity(minhash_signature("a good film"), minhash_signature("quite another thing")) < 0.1
     assert estimate_similarity(minhash_signature("a really good film"), minhash_signature("a really bad film")) < 0.1
-    assert estimate_similarity(minhash_signature("good not bad"), minhash_signature("bad not good")) < 0.8
+    assert estimate_similarity(minhash_signature("good not bad"), minhash_signature("bad not good")) < 0.1
     assert estimate_similarity(minhash_signature("!!!"), minhash_signature("???")) < 0.1
     assert estimate_similarity(minhash_signature(""), minhash_signature(" \n")) == 1
     assert find_near_unique(np.empty((0, NUM_PERMUTATIONS), np.uint32), 0.8).tolist() == []

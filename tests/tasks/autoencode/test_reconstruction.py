@@ -28,7 +28,7 @@ TASKS: dict[str, Task] = {
     "codebook": Codes(key="image", shape=CodesShape(autoencoder=SHAPE, codebook_size=64)),
 }
 TERMS = {"kl": {"loss", "kl"}, "levels": {"loss"}, "codebook": {"loss", "codebook", "commitment"}}
-Host = dict[str, np.ndarray]
+HostBatch = dict[str, np.ndarray]
 
 
 def smooth_images(count: int = 8, side: int = 16) -> np.ndarray:
@@ -40,11 +40,11 @@ def smooth_images(count: int = 8, side: int = 16) -> np.ndarray:
     return (0.8 * np.sin(2 * math.pi * (waves[0] * x[..., None] + waves[1] * y[..., None]) + phase)).astype(np.float32)
 
 
-def to_tensors(batch: Host) -> dict[str, torch.Tensor]:
+def to_tensors(batch: HostBatch) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(array) for name, array in batch.items()}
 
 
-def compute_loss(task: Task, models: dict[str, Any], batch: Host, *, first: int = 0, step: int = 0) -> Any:
+def compute_loss(task: Task, models: dict[str, Any], batch: HostBatch, *, first: int = 0, step: int = 0) -> Any:
     positions = torch.arange(first, first + len(batch["image"]))
     return task.loss(models, to_tensors(batch), Noise(0, step, positions, torch))
 
@@ -114,7 +114,7 @@ def test_summary_adds_psnr() -> None:
     assert unit.summary({"mse": 0.01})["psnr"] == pytest.approx(20.0)
 
 
-def test_code_usage_and_perplexity() -> None:
+def test_fraction_of_codes_used_and_perplexity() -> None:
     assert measure_code_usage(np.arange(8).reshape(2, 2, 2), 8) == {
         "codes_used": 1.0,
         "code_perplexity": pytest.approx(8.0),

@@ -35,7 +35,7 @@ from bottega.tasks.generation.export import (
 )
 from bottega.tasks.generation.latents import Latents
 from bottega.tasks.generation.paths import NoisePath as NoisePath
-from bottega.tasks.generation.schedules import STEPS
+from bottega.tasks.generation.schedules import NUM_TRAIN_TIMESTEPS
 from bottega.tasks.generation.task import Generation
 from bottega.tasks.generation.text_condition import TextCondition, TextMetadata
 
@@ -143,7 +143,7 @@ def sample_pixels(
 
 def predict_at_last_step(path: NoisePath, models: Any, start: Tensor) -> Tensor:
     """Return the clean data predicted at the last step of the schedule, where our samplers do not start."""
-    x, t = start.movedim(1, -1), torch.tensor((STEPS - 1) / STEPS)
+    x, t = start.movedim(1, -1), torch.tensor((NUM_TRAIN_TIMESTEPS - 1) / NUM_TRAIN_TIMESTEPS)
     with torch.no_grad():
         predicted = models["model"](x, path.model_time(t).expand(len(x)))
     clean, _ = path.split_prediction(predicted, x, *path.levels(t))
@@ -195,7 +195,7 @@ def test_diffusers_schedulers_have_our_noise_levels(schedule: Any) -> None:
     alphas_cumprod = torch.cumprod(1 - path.betas(), 0)
     np.testing.assert_allclose(scheduler.alphas_cumprod.double().sqrt(), alphas_cumprod.sqrt(), rtol=1e-4, atol=1e-6)
     scheduler.set_timesteps(10)
-    assert int(scheduler.timesteps[0]) == STEPS - 1
+    assert int(scheduler.timesteps[0]) == NUM_TRAIN_TIMESTEPS - 1
 
 
 @pytest.mark.parametrize("shift", [1.0, 3.0])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bottega.core.noise import Noise
 from bottega.tasks.generation.paths import NoisePath
-from bottega.tasks.generation.schedules import STEPS
+from bottega.tasks.generation.schedules import NUM_TRAIN_TIMESTEPS
 
 Schedule = Literal["cosine", "linear", "scaled_linear"]
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
@@ -55,7 +55,7 @@ def test_targets_of_each_objective() -> None:
 
 
 def test_levels_begin_at_data_and_end_at_noise(path: NoisePath) -> None:
-    alpha, sigma = path.levels(torch.linspace(0, 1, STEPS + 1))
+    alpha, sigma = path.levels(torch.linspace(0, 1, NUM_TRAIN_TIMESTEPS + 1))
     assert alpha[0] == pytest.approx(1, abs=1e-3)
     assert sigma[0] < 0.03
     assert sigma[-1] == pytest.approx(1, abs=3e-3), "scaled_linear ends at a signal variance of 0.0047"
@@ -71,7 +71,9 @@ def test_alphas_cumprod_match_diffusers(schedule: Schedule) -> None:
     schedulers = pytest.importorskip("diffusers.schedulers")
     ends = {"beta_start": 0.00085, "beta_end": 0.012} if schedule == "scaled_linear" else {}
     theirs = schedulers.DDPMScheduler(beta_schedule=DIFFUSERS[schedule], **ends).alphas_cumprod.double()
-    alpha, _ = NoisePath(objective="noise", schedule=schedule).levels(torch.arange(STEPS) / STEPS)
+    alpha, _ = NoisePath(objective="noise", schedule=schedule).levels(
+        torch.arange(NUM_TRAIN_TIMESTEPS) / NUM_TRAIN_TIMESTEPS
+    )
     torch.testing.assert_close(alpha.square(), theirs, rtol=0, atol=1e-6)
 
 
@@ -98,9 +100,9 @@ def test_training_steps_are_uniformly_distributed(objective: Literal["noise", "v
     path = NoisePath(objective=objective)
     t = path.draw_times(many_draws())
     steps = path.model_time(t)
-    assert torch.equal(steps, (t * STEPS).round()), "times lie on the grid"
-    counts = torch.bincount(steps.long(), minlength=STEPS)
-    assert len(counts) == STEPS
+    assert torch.equal(steps, (t * NUM_TRAIN_TIMESTEPS).round()), "times lie on the grid"
+    counts = torch.bincount(steps.long(), minlength=NUM_TRAIN_TIMESTEPS)
+    assert len(counts) == NUM_TRAIN_TIMESTEPS
     # Chi-squared with 999 degrees of freedom: mean 999, standard deviation 45; five of them are allowed.
     chi = ((counts - 200.0).square() / 200).sum()
     assert abs(chi - 999) < 5 * 45
@@ -108,11 +110,11 @@ def test_training_steps_are_uniformly_distributed(objective: Literal["noise", "v
 
 def test_model_time_and_noise_level_belong_to_the_same_step(path: NoisePath) -> None:
     """The level of step k is the k-th of the schedule, through float32 and back, for every k."""
-    t = torch.arange(STEPS, dtype=torch.float32) / STEPS
+    t = torch.arange(NUM_TRAIN_TIMESTEPS, dtype=torch.float32) / NUM_TRAIN_TIMESTEPS
     if path.objective == "flow":
-        torch.testing.assert_close(path.model_time(t), torch.arange(STEPS).float(), rtol=1e-6, atol=1e-4)
+        torch.testing.assert_close(path.model_time(t), torch.arange(NUM_TRAIN_TIMESTEPS).float(), rtol=1e-6, atol=1e-4)
     else:
-        assert torch.equal(path.model_time(t), torch.arange(STEPS).float())
+        assert torch.equal(path.model_time(t), torch.arange(NUM_TRAIN_TIMESTEPS).float())
         alpha, _ = path.levels(t)
         torch.testing.assert_close(alpha.square(), torch.cumprod(1 - path.betas(), 0), rtol=1e-12, atol=0)
 
@@ -132,10 +134,10 @@ def test_a_copy_with_other_fields_recomputes_its_values() -> None:
     alpha, sigma = torch.tensor([3.0]), torch.tensor([1.0])
     path = NoisePath(objective="noise")
     assert path.weight(alpha, sigma) is None
-    assert path.max_steps != STEPS
+    assert path.max_steps != NUM_TRAIN_TIMESTEPS
     copied = path.model_copy(update={"objective": "v", "min_snr": 5.0})
     torch.testing.assert_close(copied.weight(alpha, sigma), torch.tensor([0.5]))
-    assert copied.max_steps == STEPS
+    assert copied.max_steps == NUM_TRAIN_TIMESTEPS
 
 
 @pytest.mark.parametrize("steps", [1, 2, 30, 500, None])

@@ -73,7 +73,10 @@ def test_nearest_distances_do_not_depend_on_the_chunk_size(n: int, m: int, chunk
 
 
 def test_nearest_distances_use_memory_of_a_few_chunks() -> None:
-    """All distances would be 128 MB, and the differences of all pairs 2 GB."""
+    """A chunk of 500 x 500 float32 distances is 1 MB, and a few exist at a time: below 4 MB in all.
+
+    The distances of all 4,000 x 8,000 pairs would be 128 MB, and their differences (16 values each) 2 GB.
+    """
     reference = numpy_generator(2, "reference").random((8000, 16), dtype=np.float32)
     tracemalloc.start()
     distances = nearest_distances(reference[:4000] + np.float32(0.5), reference, max_rows=500)
@@ -87,11 +90,14 @@ def test_nan_samples_have_no_distance() -> None:
     x = np.zeros((3, 4))
     x[1, 2] = np.nan
     assert np.isnan(nearest_distances(x, np.ones((5, 4)))).tolist() == [False, True, False]
+
+
+def test_nearest_ratio_is_undefined_if_the_held_out_samples_are_training_samples() -> None:
     assert math.isnan(nearest_ratio(np.ones(2), np.zeros(2)))
 
 
 def test_variance_ratio_of_bytes_needs_little_memory() -> None:
-    """Converted to float64 at once, these 32 MB would need 256 MB more."""
+    """Converted to float64 at once, these 32 MiB would need 256 MiB more; a chunk has 2^22 values, 32 MiB, and a few exist."""
     x = numpy_generator(0, "bytes").integers(0, 256, (8000, 4096), np.uint8)
     labels = np.zeros(8000, int)
     tracemalloc.start()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from bottega.config.importers import trainer, transformers_common
+from bottega.config.importers.axolotl_skipped_keys import SKIPPED_KEYS
 from bottega.config.importers.translation import (
-    SkippedKeys,
     Translation,
     format_epochs,
     is_disabled,
@@ -18,17 +18,24 @@ from bottega.config.importers.translation import (
 )
 
 MARKER_KEYS = (
-    *(
-        "micro_batch_size",
-        "datasets",
-        "pretraining_dataset",
-        "sequence_len",
-        "sample_packing",
-        "val_set_size",
-        "adapter",
-    ),
-    *("dataset_prepared_path", "lora_r", "lr_scheduler", "load_in_8bit", "load_in_4bit", "flash_attention"),
-    *("evals_per_epoch", "saves_per_epoch", "pad_to_sequence_len", "tokenizer_type", "special_tokens"),
+    "micro_batch_size",
+    "datasets",
+    "pretraining_dataset",
+    "sequence_len",
+    "sample_packing",
+    "val_set_size",
+    "adapter",
+    "dataset_prepared_path",
+    "lora_r",
+    "lr_scheduler",
+    "load_in_8bit",
+    "load_in_4bit",
+    "flash_attention",
+    "evals_per_epoch",
+    "saves_per_epoch",
+    "pad_to_sequence_len",
+    "tokenizer_type",
+    "special_tokens",
 )
 """An Axolotl file has base_model and at least one of these."""
 
@@ -44,7 +51,7 @@ LORA_OPTIONS = "techniques.0.options."
 
 def translate(translation: Translation) -> None:
     """Translate an Axolotl configuration."""
-    translation.map_default("(axolotl)", "language models", "task", "language")
+    translation.map_default("(axolotl)", "language models", recipe_key="task", recipe_value="language")
     _map_model(translation)
     _map_data(translation)
     transformers_common.map_length(translation, "num_epochs", default=1)
@@ -60,13 +67,13 @@ def translate(translation: Translation) -> None:
             "wandb_tags": ("logging.wandb.tags", parse_text_list),
         }
     )
-    translation.map_default("weight_decay", 0.0, "training.weight_decay", 0.0)
-    translation.map_default("seed", 42, "seed", 42)
+    translation.map_default("weight_decay", 0.0, recipe_key="training.weight_decay", recipe_value=0.0)
+    translation.map_default("seed", 42, recipe_key="seed", recipe_value=42)
     transformers_common.map_optimizer(translation, "optimizer")
     transformers_common.map_gradient_clipping(translation)
     translation.map_converted("cosine_min_lr_ratio", "training.scheduler.min_ratio", parse_number)
     transformers_common.map_schedule(translation, "lr_scheduler", default="cosine")
-    translation.map_default("warmup_ratio", 0.03, "training.scheduler.warmup_steps", "3%")
+    translation.map_default("warmup_ratio", 0.03, recipe_key="training.scheduler.warmup_steps", recipe_value="3%")
     if is_disabled(translation.get("float32")) or not translation.is_pending("float32"):
         transformers_common.map_precision(translation, default="auto")
     else:
@@ -141,7 +148,7 @@ def _map_cadences(translation: Translation) -> None:
             transformers_common.map_cadence(translation, recipe_key, strategy_keys=(), steps_key=steps_key)
         else:
             transformers_common.map_cadence(translation, recipe_key, strategy_keys=strategy_keys, steps_key=steps_key)
-    translation.map_default("save_strategy", "epoch", "checkpoint.every", "1 epoch")
+    translation.map_default("save_strategy", "epoch", recipe_key="checkpoint.every", recipe_value="1 epoch")
     transformers_common.map_cadence(
         translation, "logging.every", strategy_keys=("logging_strategy",), steps_key="logging_steps"
     )
@@ -160,9 +167,13 @@ def _map_data(translation: Translation) -> None:
 
 
 def map_validation_split(translation: Translation, key: str) -> None:
-    """Map a validation split: fractions only. No split becomes an explicit null, since a recipe without one holds data back."""
+    """Map the size of a validation split, which must be a fraction.
+
+    No split becomes an explicit null, because a recipe without the key holds out a default fraction.
+    """
     if translation.find_mapped("data.validation.path"):
         translation.skip(key, "not applicable", "validation has data of its own")
+        return
     size = translation.get(key)
     if size is not None and is_disabled(size):
         translation.map_key(key, "data.validation", None, note="no validation split")
@@ -172,14 +183,14 @@ def map_validation_split(translation: Translation, key: str) -> None:
         )
     elif translation.is_pending(key):
         translation.map_converted(key, "data.validation.split", lambda v: float(parse_number(v)))
-    elif translation.find_mapped("data.validation.path") is None:
-        translation.map_default(key, 0, "data.validation", None)
+    else:
+        translation.map_default(key, 0, recipe_key="data.validation", recipe_value=None)
 
 
 def _map_packing(translation: Translation) -> None:
     if translation.is_pending("sample_packing"):
         if translation.get("sample_packing"):
-            note = "documents are concatenated and may be split across examples"
+            note = "unlike in Axolotl, a document that does not fit continues in the next example"
             translation.map_key("sample_packing", "data.separate_documents", True, note=note)
         else:
             translation.map_key("sample_packing", "data.padding", True)
@@ -202,7 +213,7 @@ def _map_sources(translation: Translation, key: str, recipe_key: str, *, list_ke
         target = recipe_key if len(indices) == 1 or list_key is None else f"{list_key}.{index}"
         _map_source(translation, f"{key}.{index}", target)
     if len(indices) > 1 and list_key is not None:
-        translation.map_default(key, f"{len(indices)} data sets", "data.mixture", "concatenate")
+        translation.map_default(key, f"{len(indices)} data sets", recipe_key="data.mixture", recipe_value="concatenate")
 
 
 def _map_source(translation: Translation, source_key: str, recipe_key: str) -> None:
@@ -222,12 +233,12 @@ def _map_source(translation: Translation, source_key: str, recipe_key: str) -> N
     translation.map_converted(f"{source_key}.split", f"{recipe_key}.split", parse_text)
     for key in ("field", "text_column"):
         translation.map_converted(f"{source_key}.{key}", f"{recipe_key}.field", parse_text)
-    data_type = translation.get(f"{source_key}.type")
-    if data_type in PLAIN_TEXT_TYPES:
+    if translation.get(f"{source_key}.type") in PLAIN_TEXT_TYPES:
         translation.skip(f"{source_key}.type", "not applicable", "the task trains on plain text")
-        translation.map_default(f"{source_key}.field", "text", f"{recipe_key}.field", "text")
-    translation.skip(f"{source_key}.type", "no counterpart", NOT_PLAIN_TEXT_REASON)
-    translation.skip_block(f"{source_key}.type", "no counterpart", NOT_PLAIN_TEXT_REASON)
+        translation.map_default(f"{source_key}.field", "text", recipe_key=f"{recipe_key}.field", recipe_value="text")
+    else:
+        translation.skip(f"{source_key}.type", "no counterpart", NOT_PLAIN_TEXT_REASON)
+        translation.skip_block(f"{source_key}.type", "no counterpart", NOT_PLAIN_TEXT_REASON)
 
 
 def _map_path(translation: Translation, source_key: str, recipe_key: str, kind: Any) -> None:
@@ -265,133 +276,8 @@ def _map_adapter(translation: Translation) -> None:
     elif adapter is not None and not is_disabled(adapter):
         translation.skip("adapter", "no counterpart", "lora is the only supported adapter")
     if translation.find_mapped("techniques.0.name") is None:
+        has_other_adapter = adapter is not None and not is_disabled(adapter)
+        reason = f"adapter is {adapter}, not lora" if has_other_adapter else "the file sets no adapter"
         for key in ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_linear"):
             if translation.is_pending(key):
-                translation.skip(key, "not applicable", "the file sets no adapter")
-
-
-_CHAT = "chat and instruction prompts are not supported"
-_KERNEL = "attention and kernels are chosen by the engine"
-_QUANTISED = "the base model is not quantised"
-_PREFERENCE = "preference optimisation and RL are not supported; task: language predicts the next token"
-_PACKED = "documents are joined without gaps"
-_TOKENS = "the tokenizer is used unchanged"
-
-SKIPPED_KEYS = SkippedKeys(
-    no_counterpart={
-        **dict.fromkeys(("chat_template", "chat_template_jinja", "default_system_message", "eot_tokens"), _CHAT),
-        **dict.fromkeys(("train_on_inputs", "roles_to_train", "train_on_eos", "datasets.*.conversation"), _CHAT),
-        **dict.fromkeys(
-            (f"datasets.*.{key}" for key in ("chat_template", "field_messages", "roles", "roles_to_train")), _CHAT
-        ),
-        **dict.fromkeys(
-            (
-                f"datasets.*.{key}"
-                for key in ("message_field_role", "message_field_content", "message_property_mappings")
-            ),
-            _CHAT,
-        ),
-        **dict.fromkeys(
-            (f"{name}.*.shards" for name in ("datasets", "test_datasets")), "limit takes the first N samples"
-        ),
-        "datasets": "not a setting of a source here",
-        "test_datasets": "not a setting of a source here",
-        "pretraining_dataset": "not a setting of a source here",
-        **dict.fromkeys(
-            ("rl", "trl", "vllm", "reward_model", "process_reward_model", "rl_beta", "orpo_alpha"), _PREFERENCE
-        ),
-        **dict.fromkeys(("dpo_beta", "rpo_alpha", "simpo_gamma", "cpo_alpha", "kto_desirable_weight"), _PREFERENCE),
-        **dict.fromkeys(("kto_undesirable_weight", "max_prompt_len", "dpo_use_weighting"), _PREFERENCE),
-        **dict.fromkeys(
-            ("load_in_8bit", "load_in_4bit", "gptq", "bnb_config_kwargs", "qat", "quantization"), _QUANTISED
-        ),
-        **dict.fromkeys(
-            ("special_tokens", "tokens", "added_tokens_overrides", "resize_token_embeddings_to_32x"), _TOKENS
-        ),
-        **dict.fromkeys(("embedding_lr", "embedding_lr_scale", "lr_groups"), "set training.groups, with scale"),
-        "unfrozen_parameters": "set training.groups to select what is trained; scale: none freezes parameters",
-        "cosine_constant_lr_ratio": "the cosine decays over the whole run",
-        "lr_quadratic_warmup": "the warm-up is linear",
-        "min_sample_len": "data.filter.min_characters leaves out short texts",
-        **dict.fromkeys(("eval_table_size", "eval_max_new_tokens"), "samples.every generates samples during training"),
-        **dict.fromkeys(
-            ("do_bench_eval", "do_causal_lm_eval", "eval_causal_lm_metrics"), "bottega evaluate measures a run"
-        ),
-        "curriculum_sampling": "data.curriculum orders by length or a score",
-        **dict.fromkeys(
-            ("loss_watchdog_threshold", "loss_watchdog_patience"), "training.on_nonfinite watches the loss"
-        ),
-        **dict.fromkeys(
-            ("use_mlflow", "mlflow_tracking_uri", "mlflow_experiment_name", "use_comet"), "not a supported logger"
-        ),
-        **dict.fromkeys(("comet_api_key", "hf_use_auth_token"), "put secrets into environment variables"),
-        **dict.fromkeys(("wandb_run_id", "wandb_watch", "wandb_log_model"), "not sent to Weights & Biases"),
-        **dict.fromkeys(("sequence_parallel_degree", "context_parallel_size"), "a sequence stays on one device"),
-        **dict.fromkeys(("tensor_parallel_size", "dp_shard_size"), "distributed.strategy is ddp or fsdp"),
-        **dict.fromkeys(("adam_beta3", "adam_epsilon2"), "a setting of an optimizer that is not available"),
-        **dict.fromkeys(
-            ("plugins", "overrides_of_model_config", "model_config", "revision_of_model"),
-            "code and settings outside the model's folder are not used",
-        ),
-        **dict.fromkeys(("relora", "relora_steps", "lisa_n_layers"), "not a technique here"),
-        "num_labels": "task: classify has model.num_labels",
-        "device_map": "a model is on one device of each process",
-        "save_first_step": "the first checkpoint comes after checkpoint.every",
-        "shuffle_merged_datasets": "training data is always shuffled",
-    },
-    not_implemented_yet={
-        **dict.fromkeys(
-            ("lora_modules_to_save", "lora_fan_in_fan_out", "peft_use_dora", "peft_use_rslora"), "an option of LoRA"
-        ),
-        **dict.fromkeys(
-            ("peft_layers_to_transform", "peft_layers_pattern", "peft_init_lora_weights"), "an option of LoRA"
-        ),
-        **dict.fromkeys(("lora_model_dir", "loraplus_lr_ratio", "loraplus_lr_embedding", "peft"), "an option of LoRA"),
-        "lora_target_parameters": "an option of LoRA",
-        "lora_target_linear": "a setting of LoRA; lora_target_modules is used",
-    },
-    not_applicable={
-        **dict.fromkeys(
-            ("model_type", "tokenizer_type", "base_model_config", "cls_model_config"), "read from model.from"
-        ),
-        **dict.fromkeys(("tokenizer_use_fast", "tokenizer_legacy", "processor_type"), "read from model.from"),
-        **dict.fromkeys(
-            (f"is_{name}_derived_model" for name in ("llama", "mistral", "falcon", "qwen")), "read from model.from"
-        ),
-        **dict.fromkeys(
-            ("flash_attention", "sdp_attention", "xformers_attention", "flex_attention", "eager_attention"), _KERNEL
-        ),
-        **dict.fromkeys(
-            ("s2_attention", "attn_implementation", "flash_attn_cross_entropy", "flash_attn_rms_norm"), _KERNEL
-        ),
-        **dict.fromkeys(("flash_attn_fuse_qkv", "flash_attn_fuse_mlp", "lora_mlp_kernel", "lora_qkv_kernel"), _KERNEL),
-        **dict.fromkeys(("lora_o_kernel", "unsloth_lora_mlp", "unsloth_lora_qkv", "unsloth_lora_o"), _KERNEL),
-        **dict.fromkeys(
-            ("unsloth_cross_entropy_loss", "liger_rope", "liger_rms_norm", "liger_glu_activation"), _KERNEL
-        ),
-        **dict.fromkeys(("liger_layer_norm", "liger_fused_linear_cross_entropy", "cut_cross_entropy"), _KERNEL),
-        **dict.fromkeys(("pad_to_sequence_len", "eval_sample_packing", "sample_packing_group_size"), _PACKED),
-        **dict.fromkeys(("sample_packing_bin_size", "sample_packing_sequentially", "multipack_real_batches"), _PACKED),
-        **dict.fromkeys(("pretrain_multipack_attn", "pretrain_multipack_buffer_size", "batch_flattening"), _PACKED),
-        **dict.fromkeys(
-            ("dataset_prepared_path", "dataset_processes", "dataset_keep_in_memory"),
-            "prepared data is cached by a hash of its settings",
-        ),
-        **dict.fromkeys(
-            ("skip_prepare_dataset", "push_dataset_to_hub"), "prepared data is cached by a hash of its settings"
-        ),
-        **dict.fromkeys(
-            ("world_size", "ddp", "use_ray", "ray_num_workers"), "the launcher sets the number of processes"
-        ),
-        "strict": "every key is always checked",
-        "auto_resume_from_checkpoints": "the same command resumes by itself",
-        "gc_steps": "an internal setting of Axolotl's training loop",
-        **dict.fromkeys(
-            ("low_cpu_mem_usage", "lora_on_cpu", "gpu_memory_limit", "max_memory"),
-            "an internal setting of Axolotl's model loader",
-        ),
-        "datasets.*.trust_remote_code": "code from a data set is not run",
-        "save_safetensors": "weights are always safetensors",
-    },
-    harmless_values={"shuffle_merged_datasets": (True,), "train_on_inputs": (False,), "loraplus_lr_embedding": (1e-6,)},
-)
+                translation.skip(key, "not applicable", reason)

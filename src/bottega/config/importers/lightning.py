@@ -92,7 +92,7 @@ def _map_length(translation: Translation) -> None:
             f"trainer.{key}", "no counterpart", "either max_steps or num_epochs ends a run, not the first of both"
         )
     if not (translation.find_mapped("training.max_steps") or translation.find_mapped("training.num_epochs")):
-        translation.map_default("trainer.max_epochs", 1000, "training.num_epochs", 1000)
+        translation.map_default("trainer.max_epochs", 1000, recipe_key="training.num_epochs", recipe_value=1000)
 
 
 def _map_batch(translation: Translation) -> None:
@@ -111,7 +111,7 @@ def _map_batch(translation: Translation) -> None:
     key = "trainer.accumulate_grad_batches"
     accumulation_steps = translation.map_converted(key, "training.gradient_accumulation_steps", parse_integer)
     if accumulation_steps is None:
-        translation.map_default(key, 1, "training.gradient_accumulation_steps", 1)
+        translation.map_default(key, 1, recipe_key="training.gradient_accumulation_steps", recipe_value=1)
     if size is None:
         translation.notes.append("the file has no batch size; set training.batch_size, the batch of one process")
     else:
@@ -127,7 +127,7 @@ def _map_clipping(translation: Translation) -> None:
         translation.skip(algorithm_key, "no counterpart", "gradients are clipped by their norm")
     translation.skip(algorithm_key, "not applicable", "this is always done here")
     translation.map_converted(value_key, "training.max_grad_norm", lambda v: parse_number(v) or None)
-    translation.map_default(value_key, None, "training.max_grad_norm", None)
+    translation.map_default(value_key, None, recipe_key="training.max_grad_norm", recipe_value=None)
 
 
 def _map_precision(translation: Translation) -> None:
@@ -139,7 +139,7 @@ def _map_precision(translation: Translation) -> None:
     elif translation.is_pending(key):
         translation.skip(key, "no counterpart", "training.mixed_precision is fp32, bf16 or fp16")
     else:
-        translation.map_default(key, "32-true", "training.mixed_precision", "fp32")
+        translation.map_default(key, "32-true", recipe_key="training.mixed_precision", recipe_value="fp32")
 
 
 def _map_evaluation(translation: Translation) -> None:
@@ -155,7 +155,7 @@ def _map_evaluation(translation: Translation) -> None:
     if translation.find_mapped("evaluation.every"):
         translation.skip(epochs_key, "not applicable", "val_check_interval takes precedence")
     translation.map_converted(epochs_key, "evaluation.every", lambda v: format_epochs(parse_integer(v)))
-    translation.map_default(epochs_key, 1, "evaluation.every", "1 epoch")
+    translation.map_default(epochs_key, 1, recipe_key="evaluation.every", recipe_value="1 epoch")
     limit_key = "trainer.limit_val_batches"
     if translation.get(limit_key) == 0 and translation.is_pending(limit_key):
         translation.map_key(limit_key, "data.validation", None, note="evaluation is off")
@@ -236,15 +236,19 @@ def _map_optimizer(translation: Translation) -> None:
             }
         )
     if name in OPTIMIZERS:
-        translation.map_default(f"{block}.init_args.lr", 1e-3, "training.learning_rate", 1e-3)
+        translation.map_default(f"{block}.init_args.lr", 1e-3, recipe_key="training.learning_rate", recipe_value=1e-3)
         decay = DEFAULT_WEIGHT_DECAYS[name]
-        translation.map_default(f"{block}.init_args.weight_decay", decay, "training.weight_decay", decay)
+        translation.map_default(
+            f"{block}.init_args.weight_decay", decay, recipe_key="training.weight_decay", recipe_value=decay
+        )
     if name == "SGD":
-        translation.map_default(f"{block}.init_args.momentum", 0.0, "training.optimizer.momentum", 0.0)
+        translation.map_default(
+            f"{block}.init_args.momentum", 0.0, recipe_key="training.optimizer.momentum", recipe_value=0.0
+        )
     if not translation.get_pending_values("lr_scheduler") and not translation.get_pending_values(
         "model.init_args.lr_scheduler"
     ):
-        translation.map_default("lr_scheduler", None, "training.scheduler.name", "constant")
+        translation.map_default("lr_scheduler", None, recipe_key="training.scheduler.name", recipe_value="constant")
     translation.skip_block(block, "no counterpart", "training.optimizer has betas, eps, momentum and nesterov")
 
 
@@ -279,8 +283,8 @@ def _map_schedule(translation: Translation) -> None:
     if name == "ReduceLROnPlateau":
         translation.map_converted(f"{key}.factor", f"{recipe_block}.factor", parse_number)
         translation.map_converted(f"{key}.patience", f"{recipe_block}.patience", parse_integer)
-        translation.map_default(f"{key}.factor", 0.1, f"{recipe_block}.factor", 0.1)
-        translation.map_default(f"{key}.patience", 10, f"{recipe_block}.patience", 10)
+        translation.map_default(f"{key}.factor", 0.1, recipe_key=f"{recipe_block}.factor", recipe_value=0.1)
+        translation.map_default(f"{key}.patience", 10, recipe_key=f"{recipe_block}.patience", recipe_value=10)
     translation.map_converted(f"{key}.eta_min", f"{recipe_block}.eta_min", parse_number)
     translation.map_converted(f"{key}.power", f"{recipe_block}.power", parse_number)
     for argument in ("T_max", "total_iters", "total_steps"):

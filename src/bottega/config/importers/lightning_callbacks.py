@@ -43,7 +43,9 @@ def map_callbacks(translation: Translation) -> None:
             translation.map_converted(
                 f"{init_args}.min_delta", "training.early_stopping.threshold", lambda v: abs(parse_number(v))
             )
-            translation.map_default(f"{init_args}.patience", 3, "training.early_stopping.patience", 3)
+            translation.map_default(
+                f"{init_args}.patience", 3, recipe_key="training.early_stopping.patience", recipe_value=3
+            )
         elif class_name in ("EMA", "EMAWeightAveraging", "WeightAveraging"):
             translation.map_converted(f"{init_args}.decay", "training.ema", parse_number)
         if class_name in ("ModelCheckpoint", "EarlyStopping", "EMA", "EMAWeightAveraging", "WeightAveraging"):
@@ -70,7 +72,7 @@ def _map_checkpoint(translation: Translation, init_args: str) -> None:
     translation.map_converted(
         f"{init_args}.every_n_epochs", "checkpoint.every", lambda v: format_epochs(parse_integer(v))
     )
-    translation.map_default(f"{init_args}.every_n_epochs", 1, "checkpoint.every", "1 epoch")
+    translation.map_default(f"{init_args}.every_n_epochs", 1, recipe_key="checkpoint.every", recipe_value="1 epoch")
     top_k = translation.get(f"{init_args}.save_top_k")
     if isinstance(top_k, int) and top_k > 0:
         translation.map_key(

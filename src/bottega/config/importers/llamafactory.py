@@ -26,7 +26,7 @@ def translate(translation: Translation) -> None:
     _map_stage(translation)
     translation.map_converted("model_name_or_path", "model.from", parse_text)
     translation.map_converted("cutoff_len", "data.sequence_length", parse_integer)
-    translation.map_default("cutoff_len", 2048, "data.sequence_length", 2048)
+    translation.map_default("cutoff_len", 2048, recipe_key="data.sequence_length", recipe_value=2048)
     _map_data(translation)
     if translation.is_pending("disable_gradient_checkpointing"):
         key = "disable_gradient_checkpointing"
@@ -37,7 +37,9 @@ def translate(translation: Translation) -> None:
         translation.skip("optim", "not applicable", "use_muon takes precedence")
     trainer.map_arguments(translation, patience_key="early_stopping_steps")
     # LLaMA-Factory uses gradient checkpointing by default.
-    translation.map_default("disable_gradient_checkpointing", False, "training.gradient_checkpointing", True)
+    translation.map_default(
+        "disable_gradient_checkpointing", False, recipe_key="training.gradient_checkpointing", recipe_value=True
+    )
     _map_method(translation)
     translation.skip_remaining(SKIPPED_KEYS, trainer.SKIPPED_KEYS)
 
@@ -53,7 +55,7 @@ def _map_stage(translation: Translation) -> None:
             "no counterpart",
             "preference optimisation and RL are not supported; task: language predicts the next token",
         )
-        translation.map_default("stage", stage or "sft", "task", "language")
+        translation.map_default("stage", stage or "sft", recipe_key="task", recipe_value="language")
 
 
 def _map_data(translation: Translation) -> None:
@@ -75,28 +77,30 @@ def _map_data(translation: Translation) -> None:
     elif packing is not None:
         translation.map_key("packing", "data.padding", True)
     else:
-        translation.map_default("packing", False, "data.padding", True)
+        translation.map_default("packing", False, recipe_key="data.padding", recipe_value=True)
 
 
 def _map_method(translation: Translation) -> None:
     method = translation.get("finetuning_type")
     if method in (None, "lora"):
         if method is None:
-            translation.map_default("finetuning_type", "lora", "techniques.0.name", "lora")
+            translation.map_default("finetuning_type", "lora", recipe_key="techniques.0.name", recipe_value="lora")
         else:
             translation.map_key("finetuning_type", "techniques.0.name", "lora")
         rank = translation.map_converted("lora_rank", f"{LORA_OPTIONS}rank", parse_integer)
         if rank is None:
-            translation.map_default("lora_rank", 8, f"{LORA_OPTIONS}rank", 8)
+            translation.map_default("lora_rank", 8, recipe_key=f"{LORA_OPTIONS}rank", recipe_value=8)
         translation.map_converted("lora_alpha", f"{LORA_OPTIONS}alpha", parse_number)
-        translation.map_default("lora_alpha", 2 * (rank or 8), f"{LORA_OPTIONS}alpha", 2 * (rank or 8))
+        translation.map_default(
+            "lora_alpha", 2 * (rank or 8), recipe_key=f"{LORA_OPTIONS}alpha", recipe_value=2 * (rank or 8)
+        )
         translation.map_converted("lora_dropout", f"{LORA_OPTIONS}dropout", parse_number)
         translation.map_converted(
             "lora_target",
             f"{LORA_OPTIONS}targets",
             lambda v: "all-linear" if v in ("all", ["all"]) else parse_text_list(v),
         )
-        translation.map_default("lora_target", "all", f"{LORA_OPTIONS}targets", "all-linear")
+        translation.map_default("lora_target", "all", recipe_key=f"{LORA_OPTIONS}targets", recipe_value="all-linear")
         return
     if method == "full":
         translation.skip(

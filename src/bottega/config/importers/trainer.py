@@ -58,9 +58,9 @@ def map_arguments(translation: Translation, *, patience_key: str = "early_stoppi
             "run_name": ("logging.wandb.name", parse_text),
         }
     )
-    translation.map_default("learning_rate", 5e-5, "training.learning_rate", 5e-5)
-    translation.map_default("weight_decay", 0.0, "training.weight_decay", 0.0)
-    translation.map_default("seed", 42, "seed", 42)
+    translation.map_default("learning_rate", 5e-5, recipe_key="training.learning_rate", recipe_value=5e-5)
+    translation.map_default("weight_decay", 0.0, recipe_key="training.weight_decay", recipe_value=0.0)
+    translation.map_default("seed", 42, recipe_key="seed", recipe_value=42)
     transformers_common.map_optimizer(translation, "optim")
     transformers_common.map_gradient_clipping(translation)
     transformers_common.map_schedule(translation, "lr_scheduler_type", default="linear")

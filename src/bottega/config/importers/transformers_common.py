@@ -94,7 +94,7 @@ def map_length(translation: Translation, epochs_key: str, *, default: int) -> No
             epochs_key, "training.num_epochs", lambda v: math.ceil(v) if is_fractional else parse_integer(v), note=note
         )
     else:
-        translation.map_default(epochs_key, default, "training.num_epochs", default)
+        translation.map_default(epochs_key, default, recipe_key="training.num_epochs", recipe_value=default)
 
 
 def map_batch_size(translation: Translation, size_key: str, *, default: int) -> None:
@@ -104,9 +104,11 @@ def map_batch_size(translation: Translation, size_key: str, *, default: int) -> 
         "gradient_accumulation_steps", "training.gradient_accumulation_steps", parse_integer
     )
     if size is None:
-        translation.map_default(size_key, default, "training.batch_size", default)
+        translation.map_default(size_key, default, recipe_key="training.batch_size", recipe_value=default)
     if accumulation_steps is None:
-        translation.map_default("gradient_accumulation_steps", 1, "training.gradient_accumulation_steps", 1)
+        translation.map_default(
+            "gradient_accumulation_steps", 1, recipe_key="training.gradient_accumulation_steps", recipe_value=1
+        )
     add_batch_note(translation, size or default, accumulation_steps or 1)
 
 
@@ -134,10 +136,12 @@ def map_optimizer(translation: Translation, key: str) -> None:
                 beta_key, "training.optimizer.betas", lambda _: [parse_number(beta) for beta in betas]
             )
     elif row is not None and row.recipe_value == "lion":
-        translation.map_default("adam_beta1, adam_beta2", [0.9, 0.999], "training.optimizer.betas", [0.9, 0.999])
+        translation.map_default(
+            "adam_beta1, adam_beta2", [0.9, 0.999], recipe_key="training.optimizer.betas", recipe_value=[0.9, 0.999]
+        )
     translation.map_converted("adam_epsilon", "training.optimizer.eps", parse_number)
     if row is not None and row.recipe_value == "sgd":
-        translation.map_default("momentum", 0.0, "training.optimizer.momentum", 0.0)
+        translation.map_default("momentum", 0.0, recipe_key="training.optimizer.momentum", recipe_value=0.0)
 
 
 def map_gradient_clipping(translation: Translation) -> None:
@@ -150,7 +154,7 @@ def map_schedule(translation: Translation, key: str, *, default: str) -> None:
     """Map the learning-rate schedule with its arguments and warm-up."""
     schedule = str(translation.get(key)).lower() if translation.is_pending(key) else None
     if schedule is None:
-        translation.map_default(key, default, "training.scheduler.name", SCHEDULES[default])
+        translation.map_default(key, default, recipe_key="training.scheduler.name", recipe_value=SCHEDULES[default])
     elif schedule in SCHEDULES:
         translation.map_key(
             key, "training.scheduler.name", SCHEDULES[schedule], note=_SCHEDULE_DIFFERENCES.get(schedule)
@@ -161,10 +165,16 @@ def map_schedule(translation: Translation, key: str, *, default: str) -> None:
         translation.map_converted(f"lr_scheduler_kwargs.{source_key}", f"training.scheduler.{name}", convert)
     _map_decay_steps(translation)
     if schedule == "polynomial":
-        translation.map_default("lr_scheduler_kwargs.lr_end", 1e-7, "training.scheduler.eta_min", 1e-7)
+        translation.map_default(
+            "lr_scheduler_kwargs.lr_end", 1e-7, recipe_key="training.scheduler.eta_min", recipe_value=1e-7
+        )
     if schedule == "reduce_lr_on_plateau":
-        translation.map_default("lr_scheduler_kwargs.factor", 0.1, "training.scheduler.factor", 0.1)
-        translation.map_default("lr_scheduler_kwargs.patience", 10, "training.scheduler.patience", 10)
+        translation.map_default(
+            "lr_scheduler_kwargs.factor", 0.1, recipe_key="training.scheduler.factor", recipe_value=0.1
+        )
+        translation.map_default(
+            "lr_scheduler_kwargs.patience", 10, recipe_key="training.scheduler.patience", recipe_value=10
+        )
     _map_warmup(translation, has_no_warmup=schedule in ("constant", "reduce_lr_on_plateau"))
 
 
@@ -215,7 +225,7 @@ def map_precision(translation: Translation, *, default: str) -> None:
         elif precision_row is not None:
             translation.skip(source_key, "not applicable", f"{precision_row.source_key} takes precedence")
     if translation.find_mapped(key) is None:
-        translation.map_default("bf16", "auto" if default == "auto" else False, key, default)
+        translation.map_default("bf16", "auto" if default == "auto" else False, recipe_key=key, recipe_value=default)
 
 
 def map_cadence(
@@ -272,7 +282,9 @@ def map_best_metric(translation: Translation, *, patience_key: str) -> None:
     patience = translation.map_converted(patience_key, "training.early_stopping.patience", parse_integer)
     translation.map_converted("early_stopping_threshold", "training.early_stopping.threshold", parse_number)
     if patience is not None and metric is not None:
-        translation.map_default("metric_for_best_model", metric, "training.early_stopping.metric", metric)
+        translation.map_default(
+            "metric_for_best_model", metric, recipe_key="training.early_stopping.metric", recipe_value=metric
+        )
     translation.skip("load_best_model_at_end", "not applicable", "the best checkpoint is always kept, and exported")
 
 

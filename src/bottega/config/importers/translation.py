@@ -128,10 +128,10 @@ class Translation:
             return None
         return recipe_value if self.map_key(source_key, recipe_key, recipe_value, note=note) else None
 
-    def map_default(self, source_key: str, value: Any, recipe_key: str, recipe_value: Any) -> None:
+    def map_default(self, source_key: str, source_value: Any, *, recipe_key: str, recipe_value: Any) -> None:
         """Set a recipe key to the trainer's default, for a key that is absent from the file and has another default in Bottega."""
         if self.find_mapped(recipe_key) is None and self._find_conflict(recipe_key, recipe_value) is None:
-            self.mapped.append(MappedKey(source_key, value, recipe_key, recipe_value, is_default=True))
+            self.mapped.append(MappedKey(source_key, source_value, recipe_key, recipe_value, is_default=True))
 
     def skip(self, source_key: str, category: SkipCategory, reason: str) -> None:
         """Leave a pending key out, with a reason."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from bottega.data.embedded import check_embedded_name
 
 FILE = Path(__file__).with_name("docstrings.jsonl.gz")
-"""Lines with text, label (the package) and group (the class or function at the top of a module that it belongs to)."""
+"""Lines with text, label (the package) and group (the top-level class or function that contains the docstring)."""
 
 
 def find_docstrings_file(name: str | None) -> Path:

@@ -85,7 +85,7 @@ def iter_arrow_batches(file: Path, start: int = 0, stop: int | None = None) -> I
 
 
 def _iter_records(piece: Piece, batches: Iterator[Any]) -> Iterator[Record]:
-    row = piece.lines_before
+    row = piece.records_before
     for batch in batches:
         for fields in iter_rows(batch, piece.file):
             row += 1

@@ -31,14 +31,14 @@ def list_pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]
     rows_before = 0
     for arrow_file in _list_arrow_files(source):
         pieces = columns.ARROW.list_pieces(arrow_file, prefix, source, size)
-        all_pieces += [piece._replace(lines_before=piece.lines_before + rows_before) for piece in pieces]
+        all_pieces += [piece._replace(records_before=piece.records_before + rows_before) for piece in pieces]
         rows_before += _count_rows(arrow_file)
     return all_pieces
 
 
 def read(piece: Piece, source: Source) -> Iterator[Record | BadRecord]:
     """Yield the rows of the piece's record batches, each medium as its encoded bytes or the path of its file."""
-    row = piece.lines_before
+    row = piece.records_before
     load_medium = partial(_resolve_medium, roots=_list_allowed_roots(source))
     for batch in columns.iter_arrow_batches(piece.file, piece.start, piece.stop):
         for fields in columns.iter_rows(batch, piece.file, load_medium):

@@ -40,7 +40,7 @@ class InvalidRow(ValueError):
 
 
 def list_pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]:
-    """Cut at the first line end after each multiple of `size`; a compressed file is one piece."""
+    """Cut at the first line end at least `size` bytes after the previous cut; a compressed file is one piece."""
     total = os.path.getsize(file)
     if total <= size or is_compressed(file):
         return [Piece(file, name)]
@@ -83,7 +83,7 @@ def read(piece: Piece, source: Source) -> Iterator[Record | BadRecord]:
         if piece.start:
             stream.seek(piece.start)
         length = None if piece.stop is None else piece.stop - piece.start
-        for number, raw in enumerate(compression.iter_lines(stream, length), start=piece.lines_before + 1):
+        for number, raw in enumerate(compression.iter_lines(stream, length), start=piece.records_before + 1):
             key, where = f"{name}:{number}", f"{location}, line {number}"
             if len(raw) > limit and not raw.endswith(b"\n"):
                 yield BadRecord(key, where, f"longer than {limit:,} bytes; write one JSON object per line")
@@ -91,6 +91,7 @@ def read(piece: Piece, source: Source) -> Iterator[Record | BadRecord]:
             try:
                 yield Record(key, where, parse_row(raw.decode()))
             except (ValueError, RecursionError) as error:
+                # An empty line is neither a record nor an error.
                 if not raw.isspace():
                     reason = _explain_error(raw, error)
                     column = reason.column
@@ -211,6 +212,7 @@ class JsonLinesShard(OutputShard):
         row |= {field: value for field, value in record.fields.items() if field not in media and field not in row}
         line = encode_json(row, record, ", ".join(row)) + b"\n"
         self._file.write(line)
+        # A split with media is one shard, so its size never reaches the limit at which the next shard begins.
         self.size += 0 if self._has_media else len(line)
 
     def close(self) -> None:

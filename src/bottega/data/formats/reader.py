@@ -29,8 +29,8 @@ class Piece(NamedTuple):
     start: int = 0
     stop: int | None = None
     """`start` and `stop` count bytes, rows or groups, depending on the format; None is the end of the file."""
-    lines_before: int = 0
-    """Number of lines or rows before `start`, so that messages can give positions in the whole file."""
+    records_before: int = 0
+    """Number of records before `start` (of JSON Lines: of lines, empty ones too), for positions in the whole file in messages."""
 
     @property
     def location(self) -> str:

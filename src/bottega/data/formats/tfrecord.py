@@ -17,7 +17,7 @@ import numpy as np
 
 from bottega.config.data import Source
 from bottega.data.formats import crc32c
-from bottega.data.formats.compression import open_decompressed
+from bottega.data.formats.compression import is_compressed, open_decompressed
 from bottega.data.formats.reader import Format, Piece
 from bottega.data.records.archive_members import CHUNK_BYTES, MAX_MEMBER_BYTES, read_up_to
 from bottega.data.records.record import BadRecord, Record, Unreadable
@@ -25,7 +25,7 @@ from bottega.data.records.record import BadRecord, Record, Unreadable
 HEADER = struct.Struct("<QI")  # length of the data, masked CRC of these 8 bytes; the data and their CRC follow
 FLOAT = struct.Struct("<f")
 OVERHEAD_BYTES = HEADER.size + 4
-HEADERS_PER_BLOCK = 1 << 16  # whose checksums are computed at once while pieces are cut
+HEADERS_PER_BLOCK = 1 << 16  # while a file is cut into pieces, the checksums of this many headers are computed at once
 CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 
 
@@ -46,7 +46,7 @@ def _is_valid_header(head: bytes) -> bool:
 
 def read(piece: Piece, source: Source) -> Iterator[Record | BadRecord]:
     """Yield the examples of the piece, with the byte offset as their location."""
-    number = piece.lines_before
+    number = piece.records_before
     with open_decompressed(piece.file) as stream:
         if piece.start:
             stream.seek(piece.start)
@@ -62,14 +62,11 @@ def read(piece: Piece, source: Source) -> Iterator[Record | BadRecord]:
 
 
 def list_pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]:
-    """Cut an uncompressed file between records, found by following their lengths."""
-    single_piece = [Piece(file, name)]
+    """Cut between records, found by following their lengths; a compressed file is one piece."""
     total = file.stat().st_size
-    if total <= size:
-        return single_piece
+    if total <= size or is_compressed(file):
+        return [Piece(file, name)]
     with open_decompressed(file) as stream:
-        if not stream.seekable():
-            return single_piece
         position, count, cuts = 0, 0, [(0, 0)]  # a cut is (offset, number of records before it)
         while position < total:
             heads: list[bytes] = []
@@ -183,53 +180,51 @@ def _parse_features(data: bytes, at: int, end: int) -> dict[str, Any]:
     return {name: _to_field_value(_parse_feature(data, low, high)) for name, low, high in _iter_entries(data, at, end)}
 
 
-def _parse_common_layout(data: bytes, at: int, stop: int) -> dict[str, Any]:
+def _parse_common_layout(data: bytes, position: int, stop: int) -> dict[str, Any]:
     """Parse features in the layout that all common writers use; return an empty dictionary if any feature differs.
 
     This is ten times as fast as general parsing, which dominates the time of reading small records. A tag is the field
-    number times 8 plus the wire type 2: 10 is field 1, 18 is field 2, 26 is field 3.
+    number times 8 plus the wire type 2: 10 is field 1, 18 is field 2, 26 is field 3. An entry of the map has a name and a
+    feature, the feature has one list, and the list has its packed numbers or its bytes.
     """
     fields: dict[str, Any] = {}
     try:
-        while at < stop:
-            size, start = (data[at + 1], at + 2) if data[at + 1] < 128 else _decode_varint(data, at + 1)
-            end = start + size
-            length = data[start + 1]
-            value_tag = start + 2 + length
-            if end > stop or data[at] != 10 or data[start] != 10 or length > 127 or data[value_tag] != 18:
+        while position < stop:
+            entry_size, entry_start = _read_size(data, position + 1)
+            end = entry_start + entry_size
+            name_length = data[entry_start + 1]
+            feature_tag = entry_start + 2 + name_length
+            tags = (data[position], data[entry_start], data[feature_tag])
+            if end > stop or name_length > 127 or tags != (10, 10, 18):
                 return {}
-            size, at = (
-                (data[value_tag + 1], value_tag + 2)
-                if data[value_tag + 1] < 128
-                else _decode_varint(data, value_tag + 1)
-            )
-            list_size, list_start = (data[at + 1], at + 2) if data[at + 1] < 128 else _decode_varint(data, at + 1)
-            if at + size != end or list_start + list_size != end or list_size == 0 or data[list_start] != 10:
+            feature_size, feature_start = _read_size(data, feature_tag + 1)
+            list_size, list_start = _read_size(data, feature_start + 1)
+            is_one_list = feature_start + feature_size == end and list_start + list_size == end
+            if not is_one_list or list_size == 0 or data[list_start] != 10:
                 return {}
-            tag = data[at]
-            size, at = (
-                (data[list_start + 1], list_start + 2)
-                if data[list_start + 1] < 128
-                else _decode_varint(data, list_start + 1)
-            )
-            if at + size != end:
+            kind_tag = data[feature_start]
+            values_size, values_start = _read_size(data, list_start + 1)
+            if values_start + values_size != end:
                 return {}
-            name = data[start + 2 : value_tag].decode()
-            if tag == 26:
-                fields[name] = (
-                    data[at] if size == 1 and data[at] < 128 else _unwrap_scalar(_decode_varints(data[at:end]))
-                )
-            elif tag == 18:
-                floats = data[at:end]
-                fields[name] = FLOAT.unpack(floats)[0] if size == 4 else np.frombuffer(floats, "<f4").copy()
-            elif tag == 10:
-                fields[name] = _decode_if_text(data[at:end])
+            name, values = data[entry_start + 2 : feature_tag].decode(), data[values_start:end]
+            if kind_tag == 26:
+                is_single_byte = values_size == 1 and values[0] < 128
+                fields[name] = values[0] if is_single_byte else _unwrap_scalar(_decode_varints(values))
+            elif kind_tag == 18:
+                fields[name] = FLOAT.unpack(values)[0] if values_size == 4 else np.frombuffer(values, "<f4").copy()
+            elif kind_tag == 10:
+                fields[name] = _decode_if_text(values)
             else:
                 return {}
-            at = end
+            position = end
     except (IndexError, ValueError):
         return {}
     return fields
+
+
+def _read_size(data: bytes, at: int) -> tuple[int, int]:
+    """Return the size of a field and the offset at which its content begins; most sizes are below 128, which is one byte."""
+    return (data[at], at + 1) if data[at] < 128 else _decode_varint(data, at)
 
 
 def _decode_varint(data: bytes, at: int) -> tuple[int, int]:
@@ -305,11 +300,11 @@ def _parse_feature(data: bytes, at: int, end: int) -> list[bytes] | np.ndarray |
 
 
 def _parse_floats(data: bytes, at: int, end: int) -> np.ndarray:
-    return np.frombuffer(b"".join(_iter_packed_values(data, at, end, 5)), "<f4").astype(np.float32)
+    return np.frombuffer(b"".join(_iter_encoded_numbers(data, at, end, 5)), "<f4").astype(np.float32)
 
 
 def _parse_integers(data: bytes, at: int, end: int) -> np.ndarray:
-    return _decode_varints(b"".join(_iter_packed_values(data, at, end, 0)))
+    return _decode_varints(b"".join(_iter_encoded_numbers(data, at, end, 0)))
 
 
 def _decode_varints(packed: bytes) -> np.ndarray:
@@ -335,8 +330,8 @@ def _decode_varints(packed: bytes) -> np.ndarray:
     return out.view(np.int64)
 
 
-def _iter_packed_values(data: bytes, at: int, end: int, wire_type: int) -> Iterator[bytes]:
-    """Yield the encoded numbers of a list, which is packed or has one field per number."""
+def _iter_encoded_numbers(data: bytes, at: int, end: int, wire_type: int) -> Iterator[bytes]:
+    """Yield the bytes of the numbers of a list: of all at once if it is packed, otherwise of one number per field."""
     while at < end:
         tag, at = _decode_varint(data, at)
         start, at = _find_field_range(data, at, tag & 7)

@@ -81,29 +81,11 @@ class Concat(Source):
 
     def _merge(self, parts: dict[int, tuple[np.ndarray, dict[str, Any]]], count: int) -> dict[str, Any]:
         """Join `parts`, source index -> (positions in the batch, rows), into one batch of `count` rows."""
-        for name in self.padding_values:
-            width = max(rows[name].shape[1] for _, rows in parts.values())
-            for source_index, (_, rows) in parts.items():
-                padding_values = self.sources[source_index].padding_values
-                if name in padding_values:
-                    rows[name] = _pad(rows[name], width, padding_values[name])
-        (reference_index, (_, reference)), *others = parts.items()
-        for source_index, (_, rows) in others:
-            for name in sorted(reference.keys() ^ rows.keys()):
-                owner, lacking = (
-                    (reference_index, source_index) if name in reference else (source_index, reference_index)
-                )
-                raise DataError(
-                    f"{self.names[owner]} has the field {name!r}, but {self.names[lacking]} does not; give all sources "
-                    "the same fields"
-                )
-            for name, value in rows.items():
-                reference_form, form = _describe_form(reference[name]), _describe_form(value)
-                if reference_form != form:
-                    raise DataError(
-                        f"{name!r} is {reference_form} in {self.names[reference_index]} and {form} in {self.names[source_index]}; give the "
-                        "sources the same shapes and types"
-                    )
+        rows_by_source = {source_index: rows for source_index, (_, rows) in parts.items()}
+        self._check_fields(rows_by_source)
+        self._pad_fields(rows_by_source)
+        self._check_forms(rows_by_source)
+        _, reference = next(iter(parts.values()))
         merged: dict[str, Any] = {}
         for name, value in reference.items():
             if np.ndim(value) == 0:
@@ -113,6 +95,39 @@ class Concat(Source):
             for at, rows in parts.values():
                 merged[name][at] = rows[name]
         return merged
+
+    def _check_fields(self, rows_by_source: dict[int, dict[str, Any]]) -> None:
+        (reference_index, reference), *others = rows_by_source.items()
+        for source_index, rows in others:
+            for name in sorted(reference.keys() ^ rows.keys()):
+                owner, lacking = (
+                    (reference_index, source_index) if name in reference else (source_index, reference_index)
+                )
+                raise DataError(
+                    f"{self.names[owner]} has the field {name!r}, but {self.names[lacking]} does not; give all sources "
+                    "the same fields"
+                )
+
+    def _pad_fields(self, rows_by_source: dict[int, dict[str, Any]]) -> None:
+        """Pad, in place, the fields that vary in length to the longest of the batch."""
+        for name in self.padding_values.keys() & next(iter(rows_by_source.values())).keys():
+            lengths = [np.shape(rows[name])[1] for rows in rows_by_source.values() if np.ndim(rows[name]) > 1]
+            width = max(lengths, default=0)
+            for source_index, rows in rows_by_source.items():
+                padding_values = self.sources[source_index].padding_values
+                if name in padding_values:
+                    rows[name] = _pad(rows[name], width, padding_values[name])
+
+    def _check_forms(self, rows_by_source: dict[int, dict[str, Any]]) -> None:
+        (reference_index, reference), *others = rows_by_source.items()
+        for source_index, rows in others:
+            for name, value in rows.items():
+                reference_form, form = _describe_form(reference[name]), _describe_form(value)
+                if reference_form != form:
+                    raise DataError(
+                        f"{name!r} is {reference_form} in {self.names[reference_index]} and {form} in {self.names[source_index]}; give the "
+                        "sources the same shapes and types"
+                    )
 
     @cached_property
     def padding_values(self) -> Mapping[str, int]:

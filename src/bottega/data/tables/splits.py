@@ -1,7 +1,8 @@
 """Assign rows to train, validation and test: a pure function of row names and recipe.
 
-Validation takes the lowest hashes and test the highest, so that changing the fraction of one does not move rows of the
-other, if data.split.by allows it.
+Validation takes the lowest hashes and test the highest, so that with data.split.by=hash changing the fraction of one does
+not move rows of the other. With the other values of data.split.by validation is filled first, so raising its fraction can
+take rows from test.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def assign_splits(rows: SplitTable, options: Splitting, validation: float | None
         splits = _split_by_size(hashes, sizes, validation, test)[unit]
     if options.folds is not None:
         fold_rows = np.flatnonzero(splits == TRAIN)
-        splits[fold_rows[_assign_folds(rows, keys, options, fold_rows) == options.fold]] = VALIDATION
+        splits[fold_rows[_assign_folds(rows, keys, options, fold_rows, test) == options.fold]] = VALIDATION
     requested = (True, validation is not None or options.folds is not None, test is not None)
     _check_not_empty(splits, requested, options)
     return splits
@@ -89,7 +90,7 @@ def _check_not_empty(splits: np.ndarray, requested: tuple[bool, bool, bool], opt
 
 
 def _mix_seed(keys: np.ndarray, seed: int) -> np.ndarray:
-    """Return other hashes for each seed. Seed 0 keeps the hashes, so that the hash of a name alone gives its split."""
+    """Return hashes that depend on the seed; seed 0 leaves them unchanged, so that the hash of a name alone gives its split."""
     keys = np.asarray(keys, dtype=np.uint64)
     if seed == 0:
         return keys
@@ -103,8 +104,12 @@ def _mix_seed(keys: np.ndarray, seed: int) -> np.ndarray:
 
 def _require_column(column: np.ndarray | None, options: Splitting) -> np.ndarray:
     if column is None:
-        needs = {"stratified": "a class for each row", "group": "data.split.field in each row"}
-        raise UsageError(f"data.split.by={options.by} needs {needs.get(options.by, 'files')}; use fraction or hash")
+        needs = {
+            "file": "data whose rows come from several files",
+            "group": "data.split.field in each row",
+            "stratified": "a class for each row",
+        }
+        raise UsageError(f"data.split.by={options.by} needs {needs[options.by]}; use fraction or hash")
     return column
 
 
@@ -127,8 +132,13 @@ def _split_by_hash(keys: np.ndarray, validation: float | None, test: float | Non
     if validation is not None:
         splits[keys < np.uint64(int(validation * 2**64))] = VALIDATION
     if test is not None:
-        splits[keys >= np.uint64(2**64 - max(1, int(test * 2**64)))] = TEST
+        splits[keys >= np.uint64(_find_test_start(test))] = TEST
     return splits
+
+
+def _find_test_start(test: float | None) -> int:
+    """Return the lowest hash that belongs to test; 2^64, which is above all hashes, without a test set."""
+    return 2**64 if test is None else 2**64 - max(1, int(test * 2**64))
 
 
 def _split_by_size(hashes: np.ndarray, sizes: np.ndarray, validation: float | None, test: float | None) -> np.ndarray:
@@ -164,7 +174,7 @@ def _split_by_class(keys: np.ndarray, labels: np.ndarray, validation: float | No
     order = np.lexsort((keys, class_ids))
     starts = np.cumsum(counts) - counts
     rank = np.arange(len(keys)) - starts[class_ids[order]]
-    # Each class has at least one row in train, then in validation, then in test.
+    # A class with too few rows for all three gets one in train first, then in validation, then in test.
     num_validation = _apportion(counts, validation, counts - 1)
     num_test = _apportion(counts, test, counts - 1 - num_validation)
     splits = np.zeros(len(keys), np.int8)
@@ -174,7 +184,7 @@ def _split_by_class(keys: np.ndarray, labels: np.ndarray, validation: float | No
 
 
 def _apportion(counts: np.ndarray, fraction: float | None, max_counts: np.ndarray) -> np.ndarray:
-    """Return the number of rows to take from each class, at least one and at most `max_counts`.
+    """Return the number of rows to take from each class: at least one, unless `max_counts` allows none.
 
     Fractions are rounded down; the rows that are then missing are taken from the classes with the largest remainders.
     """
@@ -187,12 +197,15 @@ def _apportion(counts: np.ndarray, fraction: float | None, max_counts: np.ndarra
     return np.minimum(np.maximum(quotas, 1), np.maximum(max_counts, 0))
 
 
-def _assign_folds(rows: SplitTable, keys: np.ndarray, options: Splitting, fold_rows: np.ndarray) -> np.ndarray:
+def _assign_folds(
+    rows: SplitTable, keys: np.ndarray, options: Splitting, fold_rows: np.ndarray, test: float | None
+) -> np.ndarray:
     """Return the fold (m,) of each of the rows `fold_rows` (m,), which are all rows but those of test."""
     num_folds = options.folds or 1
     if options.by == "hash":
-        # The top 32 bits are enough for folds, and the product fits 64 bits.
-        return (keys[fold_rows] >> np.uint64(32)) * np.uint64(num_folds) >> np.uint64(32)
+        # The folds divide the hashes below those of test. The top 32 bits are enough, and the product fits 64 bits.
+        num_hashes = -(-_find_test_start(test) >> 32)
+        return (keys[fold_rows] >> np.uint64(32)) * np.uint64(num_folds) // np.uint64(num_hashes)
     if options.by == "stratified":
         # Dealt class by class without restarting, so that classes and folds are both balanced to within one row.
         order = np.lexsort((keys[fold_rows], _require_column(rows.labels, options)[fold_rows]))

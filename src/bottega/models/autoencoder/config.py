@@ -81,7 +81,10 @@ class AutoencoderShape(BaseModel):
         """Return the latent sides for data sides `grid`; raise UsageError if these cannot be halved often enough."""
         names = SIDE_NAMES[self.dims]
         if len(grid) != self.dims:
-            raise UsageError(f"an autoencoder over {', '.join(names)} got data with the sides {list(grid)}")
+            raise UsageError(
+                f"the autoencoder takes data with {len(names)} sides ({', '.join(names)}), but this data has {len(grid)} "
+                f"({', '.join(map(str, grid))}); use an autoencoder for this kind of data"
+            )
         factors = [self.temporal_downsample if name == "frames" else self.downsample for name in names]
         # In causal time the first frame is separate, so only the number of the others must be a multiple.
         extras = [int(self.causal_time and name == "frames") for name in names]

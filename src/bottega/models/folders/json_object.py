@@ -29,7 +29,9 @@ def read_json_object(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}; give the folder of a saved model") from error
     except RecursionError:
-        raise UsageError(f"{path} is nested too deeply; give the folder of a saved model") from None
+        raise UsageError(
+            f"the JSON in {path} is nested too deeply for a model's configuration; give the folder of a saved model"
+        ) from None
     except ValueError as error:
         raise CheckpointError(f"{path} is not JSON ({error}); download or export the model again") from error
     if not isinstance(value, dict):

@@ -70,7 +70,7 @@ class Codes(Task):
 
 
 def measure_code_usage(codes: np.ndarray, num_codes: int) -> dict[str, float]:
-    """Return the fraction of codes that a dataset uses, and the perplexity of their distribution (at most `num_codes`)."""
+    """Return `codes_used`, the fraction of codes that a dataset uses, and `code_perplexity` (at most `num_codes`)."""
     frequencies = np.bincount(codes.reshape(-1), minlength=num_codes) / codes.size
     used_frequencies = frequencies[frequencies > 0]
     return {

@@ -128,7 +128,7 @@ class TokensWorkload(Workload):
         return self.task.summary(metrics)
 
     def measure_code_usage(self, models: Models, source: Source, *, device: Any) -> dict[str, float]:
-        """Return `codes_used` and `code_perplexity` over a dataset: not means over samples, so all are counted at once."""
+        """Return `codes_used` (a fraction) and `code_perplexity` of a dataset: not means over samples, so all are counted at once."""
         codes = [
             models["model"].encode(torch.from_numpy(_read_chunk(source, start, self.key)).to(device)).cpu().numpy()
             for start in range(0, len(source), CHUNK_SIZE)

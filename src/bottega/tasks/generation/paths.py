@@ -80,7 +80,7 @@ class NoisePath(BaseModel):
         return self._objective.grid_levels(t)
 
     def betas(self) -> Tensor:
-        """Return the betas of the schedule, float64 (STEPS,)."""
+        """Return the betas of the schedule, float64 (NUM_TRAIN_TIMESTEPS,)."""
         return betas(self.schedule)
 
     @property

@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-STEPS = 1000
-"""Number of steps of a schedule; the model's time input has this scale for every objective."""
+NUM_TRAIN_TIMESTEPS = 1000
+"""Number of steps of a schedule, as in diffusers; for every objective the model's time input is on a scale from 0 to this."""
 Schedule = Literal["cosine", "linear", "scaled_linear"]
 DIFFUSERS_SCHEDULES: dict[Schedule, tuple[str, float, float]] = {
     "linear": ("linear", 1e-4, 0.02),
@@ -21,19 +21,19 @@ DIFFUSERS_SCHEDULES: dict[Schedule, tuple[str, float, float]] = {
 
 
 def betas(schedule: Schedule) -> Tensor:
-    """Return the variance of the noise added in each step, float64 (STEPS,)."""
+    """Return the variance of the noise added in each step, float64 (NUM_TRAIN_TIMESTEPS,)."""
     if schedule == "linear":
-        return torch.linspace(1e-4, 0.02, STEPS, dtype=torch.float64)
+        return torch.linspace(1e-4, 0.02, NUM_TRAIN_TIMESTEPS, dtype=torch.float64)
     if schedule == "scaled_linear":
-        return torch.linspace(0.00085**0.5, 0.012**0.5, STEPS, dtype=torch.float64).square()
-    t = torch.arange(STEPS + 1, dtype=torch.float64) / STEPS
+        return torch.linspace(0.00085**0.5, 0.012**0.5, NUM_TRAIN_TIMESTEPS, dtype=torch.float64).square()
+    t = torch.arange(NUM_TRAIN_TIMESTEPS + 1, dtype=torch.float64) / NUM_TRAIN_TIMESTEPS
     alpha_bars = torch.cos((t + 0.008) / 1.008 * math.pi / 2).square()
     return (1 - alpha_bars[1:] / alpha_bars[:-1]).clamp(max=0.999)
 
 
 @lru_cache(maxsize=16)
 def alpha_bar(schedule: Schedule, device: torch.device) -> Tensor:
-    """Return the fraction of variance that is data after each step, (STEPS,).
+    """Return the fraction of variance that is data after each step, (NUM_TRAIN_TIMESTEPS,).
 
     Cached on the device: copying it at each training step would make the host wait for the device.
     """

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bottega.core.noise import Noise
-from bottega.tasks.generation.schedules import DIFFUSERS_SCHEDULES, STEPS, Schedule, alpha_bar, betas
+from bottega.tasks.generation.schedules import DIFFUSERS_SCHEDULES, NUM_TRAIN_TIMESTEPS, Schedule, alpha_bar, betas
 
 Times = Literal["logit_normal", "uniform"]
 
@@ -91,7 +91,7 @@ class VariancePreserving(Objective):
 
     def draw_times(self, rng: Noise) -> Tensor:
         """Return uniformly drawn steps as times."""
-        return torch.floor(rng.uniform("time") * STEPS) / STEPS
+        return torch.floor(rng.uniform("time") * NUM_TRAIN_TIMESTEPS) / NUM_TRAIN_TIMESTEPS
 
     def levels(self, t: Tensor) -> tuple[Tensor, Tensor]:
         signal = alpha_bar(self.schedule, t.device)[_to_step(t)]
@@ -111,7 +111,7 @@ class VariancePreserving(Objective):
     @cached_property
     def first_step(self) -> int:
         """The step at which a sampler starts."""
-        return STEPS - 1
+        return NUM_TRAIN_TIMESTEPS - 1
 
     @property
     def max_steps(self) -> int | None:
@@ -120,7 +120,7 @@ class VariancePreserving(Objective):
     def grid(self, steps: int, device: torch.device | str) -> Tensor:
         # Down to step 0: a jump from step 1000 / steps to the data had an error of 0.03 with scaled_linear at 64 steps, and
         # made the second-order methods first-order. The last time, 0 again, is not a step but the data themselves.
-        step_times = torch.linspace(self.first_step / STEPS, 0, steps, dtype=torch.float64, device=device)
+        step_times = torch.linspace(self.first_step / NUM_TRAIN_TIMESTEPS, 0, steps, dtype=torch.float64, device=device)
         return torch.cat((step_times, step_times.new_zeros(1)))
 
     def grid_levels(self, t: Tensor) -> tuple[Tensor, Tensor]:
@@ -132,7 +132,7 @@ class VariancePreserving(Objective):
         schedule, beta_start, beta_end = DIFFUSERS_SCHEDULES[self.schedule]
         is_ddpm_pipeline = pipeline == "DDPMPipeline"
         config: dict[str, Any] = {
-            "num_train_timesteps": STEPS,
+            "num_train_timesteps": NUM_TRAIN_TIMESTEPS,
             "beta_schedule": schedule,
             "beta_start": beta_start,
             "beta_end": beta_end,
@@ -147,7 +147,7 @@ class VariancePreserving(Objective):
         # Trailing steps have no offset; Stable Diffusion's pipeline warns about any but 1.
         config |= {"set_alpha_to_one": True, "steps_offset": 1}
         steps = self.first_step + 1
-        if steps < STEPS:
+        if steps < NUM_TRAIN_TIMESTEPS:
             # Without clipping, noise predicted near the end of a schedule is divided by almost 0. Our samplers start
             # earlier, and so does a scheduler whose betas end there.
             config |= {"num_train_timesteps": steps, "trained_betas": betas(self.schedule)[:steps].tolist()}
@@ -155,4 +155,4 @@ class VariancePreserving(Objective):
 
 
 def _to_step(t: Tensor) -> Tensor:
-    return (t * STEPS).round().long().clamp(0, STEPS - 1)
+    return (t * NUM_TRAIN_TIMESTEPS).round().long().clamp(0, NUM_TRAIN_TIMESTEPS - 1)

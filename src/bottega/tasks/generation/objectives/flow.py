@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bottega.core.noise import Noise
 from bottega.tasks.generation.objectives.base import Objective
-from bottega.tasks.generation.schedules import STEPS
+from bottega.tasks.generation.schedules import NUM_TRAIN_TIMESTEPS
 
 
 @final
@@ -29,7 +29,7 @@ class Flow(Objective):
         return 1 - t, t
 
     def model_time(self, t: Tensor) -> Tensor:
-        return t * STEPS
+        return t * NUM_TRAIN_TIMESTEPS
 
     def target(self, clean: Tensor, noise: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
         return noise - clean
@@ -41,7 +41,7 @@ class Flow(Objective):
         return self._shift_times(torch.linspace(1, 0, steps + 1, dtype=torch.float64, device=device))
 
     def scheduler(self, pipeline: str | None) -> tuple[str, dict[str, Any]]:
-        return "FlowMatchEulerDiscreteScheduler", {"num_train_timesteps": STEPS, "shift": self.shift}
+        return "FlowMatchEulerDiscreteScheduler", {"num_train_timesteps": NUM_TRAIN_TIMESTEPS, "shift": self.shift}
 
     def _shift_times(self, t: Tensor) -> Tensor:
         return t if self.shift == 1 else self.shift * t / (1 + (self.shift - 1) * t)

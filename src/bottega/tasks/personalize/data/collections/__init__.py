@@ -33,7 +33,7 @@ def read_collection(folder: Path, data: PersonalizeData, *, limit: int | None = 
     read: Callable[..., CollectionRecords] = import_module(f"{__name__}.{data.collection}").read
     collection = read(folder, data, limit)
     if not collection.records:
-        reasons = "; ".join(f"{count:,} {reason}" for reason, count in collection.left_out.items())
+        reasons = "; ".join(f"{count:,} rows left out: {reason}" for reason, count in collection.left_out.items())
         raise DataError(f"{folder} has no records for data.collection={data.collection}: {reasons or 'it is empty'}")
     return collection
 
