@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import math
 import statistics
 import time
 from pathlib import Path
@@ -40,32 +41,36 @@ def search(
     pruner: str,
     seed: int,
     num_trials: int,
-    jobs: int = 1,
+    metric: str = "accuracy",
 ) -> dict[str, Any]:
-    """Return the best accuracy of a complete trial after each trial, and the steps trained of those that would be trained."""
+    """Return the best value of a complete trial, the steps trained, and those without pruning."""
+    column, sign = (1, 1.0) if metric == "accuracy" else (2, -1.0)
     dimensions = parse_space(table["grid"])
     study = Study(
         InMemoryStorage(),
         "s",
         dimensions=dimensions,
         base={},
-        objectives=[Objective("accuracy", "max")],
+        objectives=[Objective(metric, "max" if sign > 0 else "min")],
         method=method,
         pruner=pruner,
         seed=seed,
         grid=build_grid(dimensions, {}) if method == "grid" else (),
         first_evaluation=100,
     )
-    best, history, trained, full = 0.0, [], 0, 0
+    best, trained, full = -math.inf, 0, 0
     trained_points: set[str] = set()
     while (record := study.ask(limit=num_trials)) is not None:
         name = json.dumps(record.keys, sort_keys=True)
         curve = curves[name]
         is_pruned = False
         steps = 0
-        for step, accuracy, _ in curve:
-            steps = step
-            if study.report(record.number, round(1000 * step / table["steps"]), accuracy) and step < table["steps"]:
+        for row in curve:
+            steps = row[0]
+            if (
+                study.report(record.number, round(1000 * steps / table["steps"]), row[column])
+                and steps < table["steps"]
+            ):
                 is_pruned = True
                 break
         if name not in trained_points:  # the same keys are never trained twice
@@ -76,22 +81,26 @@ def search(
         elif is_pruned:
             study.prune(record.number)
         else:
-            value = max(accuracy for _, accuracy, _ in curve)
-            study.finish(record.number, [value])
+            value = max(sign * row[column] for row in curve)
+            study.finish(record.number, [sign * value])
             best = max(best, value)
-        history.append(best)
-    return {"best": best, "history": history, "trained": trained, "full": full, "distinct": len(trained_points)}
+    return {"best": sign * best, "trained": trained, "full": full, "distinct": len(trained_points)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--trials", type=int, default=50)
     parser.add_argument("--seeds", type=int, default=30)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--metric", choices=("accuracy", "loss"), default="accuracy")
     parser.add_argument("--methods", default="random,tpe,cmaes")
     parser.add_argument("--pruners", default="none,median,asha,hyperband")
     arguments = parser.parse_args()
     table, curves = load_table()
-    values = sorted((max((row[1] for row in curve), default=0.0) for curve in curves.values()), reverse=True)
+    column, sign = (1, 1.0) if arguments.metric == "accuracy" else (2, -1.0)
+    trained_curves = [curve for curve in curves.values() if curve]
+    ranked = sorted((max(sign * row[column] for row in curve) for curve in trained_curves), reverse=True)
+    values = [sign * value for value in ranked]
     print(
         f"{len(curves)} runs of {table['recipe']}, best {values[0]:.4f}, 5th {values[4]:.4f}, median {values[len(values) // 2]:.4f}"
     )
@@ -102,13 +111,21 @@ def main() -> None:
     for method, pruner in settings:
         start = time.perf_counter()
         results[method, pruner] = [
-            search(table, curves, method=method, pruner=pruner, seed=seed, num_trials=arguments.trials)
+            search(
+                table,
+                curves,
+                method=method,
+                pruner=pruner,
+                seed=arguments.first_seed + seed,
+                num_trials=arguments.trials,
+                metric=arguments.metric,
+            )
             for seed in range(arguments.seeds)
         ]
         runs = results[method, pruner]
         best = [run["best"] for run in runs]
         saved = 1 - sum(run["trained"] for run in runs) / sum(run["full"] for run in runs)
-        ranks = [sum(value > b for value in values) for b in best]
+        ranks = [1 + sum(sign * value > sign * b for value in values) for b in best]
         print(
             f"{method:<8}{pruner:<10} best mean {statistics.mean(best):.4f}, median {statistics.median(best):.4f}, rank of 288: "
             f"{statistics.mean(ranks):.1f}, distinct {statistics.mean(run['distinct'] for run in runs):.1f}, steps saved "
@@ -119,8 +136,12 @@ def main() -> None:
     ]:
         a = np.array([run["best"] for run in results[first]])
         b = np.array([run["best"] for run in results[second]])
-        comparison = compare_paired(a, b, level=0.95)
-        print(f"{' '.join(second)} against {' '.join(first)}: {(b - a).mean():+.5f}, {comparison}")
+        result = compare_paired(a, b, level=0.95)
+        wilcoxon = f", Wilcoxon p {result.ranks.p:.2g}" if result.ranks is not None else ""
+        print(
+            f"{' '.join(second)} against {' '.join(first)}: {(b - a).mean():+.5f} "
+            f"[{-result.interval.high:+.5f}, {-result.interval.low:+.5f}], {result.test} p {result.p:.2g}{wilcoxon}"
+        )
 
 
 if __name__ == "__main__":

@@ -64,17 +64,16 @@ def confirm_best(
     for group, label in zip(comparison["groups"], names, strict=True):
         group["name"] = label
     report["confirmation"] = comparison
-    report["summary"] = _describe(comparison, names)
+    report["summary"] = _describe(comparison)
 
 
-def _describe(comparison: dict[str, Any], names: list[str]) -> str:
-    means = ", ".join(f"{group['name']} {group['mean']:.4f}" for group in comparison["groups"])
-    n = comparison["groups"][0]["n"]
-    verdicts = []
-    for pair in comparison["pairs"]:
-        first, second = names[ord(pair["a"]) - ord("A")], names[ord(pair["b"]) - ord("A")]
-        p = pair["p_adjusted"]
-        verdicts.append(
-            f"{second} against {first}: {pair['difference']:+.4f}, p {'unknown' if p is None else f'{p:.3g}'}"
-        )
-    return f"with {n} new seeds each, {comparison['metric']}: {means}; {'; '.join(verdicts)}"
+def _describe(comparison: dict[str, Any]) -> str:
+    groups = {group["label"]: group for group in comparison["groups"]}
+    means = ", ".join(f"{group['name']} {group['mean']:.4f}" for group in groups.values())
+    num_seeds = comparison["groups"][0]["n"]
+    differences = [
+        f"{groups[pair['second']]['name']} against {groups[pair['first']]['name']}: {pair['difference']:+.4f}, "
+        f"p {pair['p_adjusted']:.2g}"
+        for pair in comparison["pairs"]
+    ]
+    return f"with {num_seeds} new seeds each, {comparison['metric']}: {means}; {'; '.join(differences)}"

@@ -32,6 +32,9 @@ PROGRESS_UNITS = 1000
 IDENTITY_ATTRIBUTE = "bottega"
 """Attribute of the study with the recipe, the space and the metrics it was started with, as JSON."""
 
+ASHA_FIRST_RUNG = 300
+"""When asha first compares trials, in thousandths of the run."""
+
 STORAGE_RETRIES = 8
 """How often an operation on a busy database is repeated, waiting twice as long each time, from 0.1 s."""
 
@@ -85,7 +88,10 @@ def build_pruner(name: str, *, first_evaluation: int) -> optuna.pruners.BasePrun
     if name == "median":
         return optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=0, n_min_trials=3)
     if name == "asha":
-        return optuna.pruners.SuccessiveHalvingPruner(min_resource=first_evaluation, reduction_factor=3)
+        # At a tenth of a run the order of trials says little about its end: with that as the first rung, half of all searches
+        # of benchmarks/search_quality.py lost their best trials.
+        first_rung = max(first_evaluation, ASHA_FIRST_RUNG)
+        return optuna.pruners.SuccessiveHalvingPruner(min_resource=first_rung, reduction_factor=3)
     if name == "hyperband":
         return optuna.pruners.HyperbandPruner(
             min_resource=first_evaluation, max_resource=PROGRESS_UNITS, reduction_factor=3
