@@ -21,6 +21,7 @@ import numpy as np
 from optuna.storages import InMemoryStorage
 
 from bottega.analysis.statistics import compare_paired
+from bottega.plots.study import plot_parallel
 from bottega.tuning.space import build_grid, parse_space
 from bottega.tuning.study import Objective, Study
 
@@ -84,7 +85,14 @@ def search(
             value = max(sign * row[column] for row in curve)
             study.finish(record.number, [sign * value])
             best = max(best, value)
-    return {"best": sign * best, "trained": trained, "full": full, "distinct": len(trained_points)}
+    return {"best": sign * best, "trained": trained, "full": full, "distinct": len(trained_points), "study": study}
+
+
+def plot_search(table: dict[str, Any], study: Study, path: Path) -> None:
+    """Write the parallel coordinates of a search, as `bottega tune` does."""
+    trials = [{"keys": trial.keys, "values": trial.values} for trial in study.list_trials() if trial.values is not None]
+    report = {"trials": trials, "space": table["grid"], "metrics": [{"name": "accuracy", "mode": "max"}]}
+    plot_parallel(report, path)
 
 
 def main() -> None:
@@ -95,8 +103,15 @@ def main() -> None:
     parser.add_argument("--metric", choices=("accuracy", "loss"), default="accuracy")
     parser.add_argument("--methods", default="random,tpe,cmaes")
     parser.add_argument("--pruners", default="none,median,asha,hyperband")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE.png", help="plot one search by TPE, in place of the comparison"
+    )
     arguments = parser.parse_args()
     table, curves = load_table()
+    if arguments.plot is not None:
+        one = search(table, curves, method="tpe", pruner="none", seed=0, num_trials=arguments.trials)
+        plot_search(table, one["study"], arguments.plot)
+        return
     column, sign = (1, 1.0) if arguments.metric == "accuracy" else (2, -1.0)
     trained_curves = [curve for curve in curves.values() if curve]
     ranked = sorted((max(sign * row[column] for row in curve) for curve in trained_curves), reverse=True)

@@ -133,6 +133,16 @@ def test_plugin_resume_is_bitwise_equal_after_a_kill(project: Path) -> None:
 
 
 @pytest.mark.slow
+def test_trials_of_a_search_get_the_plugin(project: Path) -> None:
+    words = ["tune", "houses.yaml", "--space", "training.learning_rate=[1e-3,1e-2]", "--method", "grid", "--jobs", "1"]
+    process = run_bottega([*words, "--json", *SMALL, *FLAG], cwd=project)
+    assert process.returncode == 0, process.stderr
+    report = json.loads(process.stdout)
+    assert [trial["state"] for trial in report["trials"]] == ["complete"] * 2
+    assert report["task"] == "regression"
+
+
+@pytest.mark.slow
 def test_cross_validation_passes_the_plugin_to_each_fold(project: Path) -> None:
     process = run_bottega(["crossval", "houses.yaml", "--folds", "2", "--json", *SMALL, *FLAG], cwd=project)
     assert process.returncode == 0, process.stderr

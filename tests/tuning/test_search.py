@@ -288,3 +288,28 @@ def test_recipe_file_with_a_tune_section(tmp_path: Path) -> None:
     report = bottega.tune(path, trials=1, out=tmp_path / "study", jobs=1)
     assert report["space"] == {"model.dropout": "[0, 0.1]"}
     assert len(report["trials"]) == 1
+
+
+@pytest.mark.slow
+def test_a_full_disk_in_a_trial_fails_that_trial_only(tmp_path: Path) -> None:
+    """The second of three trials has a small disk of its own."""
+    small_disk = tmp_path / "study" / "trials" / "trial-00001"
+    small_disk.mkdir(parents=True)
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(small_disk)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("cannot mount a small disk, which needs root")
+    try:
+        report = tune(tmp_path, jobs=1, changes={"model.embed_size": 64, "model.num_filters": 64})
+    finally:
+        subprocess.run(["umount", "-l", str(small_disk)], check=True)
+    assert [trial["state"] for trial in report["trials"]] == ["complete", "failed", "complete"]
+    assert report["trials"][1]["reason"].startswith("environment: ")
+    assert "full" in report["trials"][1]["reason"] or "space" in report["trials"][1]["reason"]
+
+
+@pytest.mark.slow
+def test_a_trial_of_two_processes(tmp_path: Path) -> None:
+    report = tune(tmp_path, trials=1, jobs=1, changes={"distributed.processes": 2})
+    (trial,) = report["trials"]
+    assert trial["state"] == "complete", trial["reason"]
+    assert json.loads((Path(trial["run"]) / "environment.json").read_text())["world"] == 2

@@ -139,7 +139,9 @@ def plan_study(
         raise UsageError("\n".join(dict.fromkeys(problems)))
     if len(objectives) > 1:
         _check_tradeoff(options)
-    raise_all(find_problems(recipe))
+    # Several processes are started for each trial, not for this command.
+    one_process = recipe.distributed.model_copy(update={"processes": None})
+    raise_all(find_problems(recipe.model_copy(update={"distributed": one_process})))
     name = study or _default_name(plan)
     if "/" in name or name in ("", ".", ".."):
         raise UsageError(f"--study {name}: expected a name without /; --out sets the folder")
