@@ -32,6 +32,9 @@ PROGRESS_UNITS = 1000
 IDENTITY_ATTRIBUTE = "bottega"
 """Attribute of the study with the recipe, the space and the metrics it was started with, as JSON."""
 
+DRIVERS = {"postgresql": "'psycopg[binary]'", "mysql+pymysql": "pymysql", "mysql": "mysqlclient"}
+"""Beginning of a database URL -> the package that SQLAlchemy needs for it."""
+
 ASHA_FIRST_RUNG = 300
 """When asha first compares trials, in thousandths of the run."""
 
@@ -117,9 +120,10 @@ def open_storage(storage: str | None, folder: Path) -> BaseStorage:
         return get_storage(retry(lambda: RDBStorage(storage, engine_kwargs=options)))
     except sqlalchemy.exc.ArgumentError:
         raise UsageError(f"{label}: not a database URL; write sqlite:///tune.db or postgresql://user@host/db") from None
-    except ImportError as error:
-        reason = str(error).split("\n")[0]
-        raise EnvironmentProblem(f"{label}: the driver of this database is not installed ({reason})") from None
+    except ImportError:
+        driver = next((package for prefix, package in DRIVERS.items() if storage.startswith(prefix)), None)
+        remedy = f"; pip install {driver}" if driver is not None else "; install the one that SQLAlchemy names for it"
+        raise EnvironmentProblem(f"{label}: the driver of this database is not installed{remedy}") from None
     except Exception as error:
         reason = strip_credentials_in_text(str(error.__cause__ or error).strip().splitlines()[0])
         raise EnvironmentProblem(f"{label}: cannot connect: {reason}") from None
@@ -132,11 +136,7 @@ def retry(operation: Callable[[], T]) -> T:
     for attempt in range(STORAGE_RETRIES):
         try:
             return operation()
-        except (
-            sqlalchemy.exc.OperationalError,
-            optuna.exceptions.StorageInternalError,
-            sqlalchemy.exc.IntegrityError,
-        ) as error:
+        except (sqlalchemy.exc.SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
             is_transient = any(
                 text in str(error).lower() for text in ("locked", "already exists", "unique", "deadlock")
             )
