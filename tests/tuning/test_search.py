@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -18,11 +19,16 @@ from small_study import SPACE, TuneProcess, build_settings, find_processes, read
 
 import bottega
 from bottega.config.load import to_yaml
+from bottega.core import checkpoint
 from bottega.core.errors import UsageError
-from bottega.core.rundir import read_metrics
+from bottega.core.rundir import RunDirectory, read_metrics
+from bottega.run.job_pool import Job
 from bottega.tasks.recipes import load_recipe
-from bottega.tuning.command import StudyFailed
+from bottega.tuning.plan import StudyFailed
 from bottega.tuning.report import format_report
+from bottega.tuning.space import parse_space
+from bottega.tuning.study import Objective, Study, open_storage
+from bottega.tuning.trial_run import TrialRun
 
 
 @pytest.fixture(scope="module")
@@ -79,9 +85,6 @@ def test_more_trials_continue_the_study(report: dict[str, Any], folder: Path, tm
     """The fourth trial has the keys that a study of four trials from the start would give it."""
     study = tune(folder, trials=4)
     assert study["trials"][:3] == report["trials"]
-    from bottega.tuning.space import parse_space
-    from bottega.tuning.study import Objective, Study, open_storage
-
     fresh = Study(
         open_storage(None, tmp_path),
         "s",
@@ -100,6 +103,8 @@ def test_another_recipe_in_the_same_folder_is_refused(report: dict[str, Any], fo
         tune(folder, changes={"training.batch_size": 16}, study=report["study"])
     with pytest.raises(UsageError, match="was started with another recipe or space"):
         tune(folder, space={"model.dropout": [0.1, 0.2]}, study=report["study"])
+    with pytest.raises(UsageError, match=r"has the study .* choose another out"):  # its default name is another one
+        tune(folder, changes={"training.batch_size": 16})
     assert read_study(folder)["trials"][:3] == report["trials"]
 
 
@@ -118,6 +123,80 @@ def test_a_diverged_trial_fails_with_its_reason_and_never_wins(tmp_path: Path) -
 def test_a_study_without_a_good_trial_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(StudyFailed, match=r"every trial of .* failed; the first: diverged"):
         tune(tmp_path, space={"training.learning_rate": [1e38]}, method="grid", trials=None)
+
+
+def test_a_finished_run_needs_its_last_evaluation_and_the_same_recipe(report: dict[str, Any], folder: Path) -> None:
+    """A signal may stop a trial between its last step and its last evaluation, which the next start repeats."""
+    trial = report["trials"][0]
+    run = RunDirectory(Path(trial["run"]))
+    recipe = load_recipe([run.recipe]).recipe
+    finished = TrialRun(0, {}, recipe, Job(run, folder / "unused.yaml"))
+    assert finished.is_finished()
+    assert not TrialRun(0, {}, recipe.model_copy(update={"seed": 5}), finished.job).is_finished()
+    copied = RunDirectory(folder / "copied")
+    progress = {**checkpoint.read_progress(checkpoint.find_newest(run.checkpoints)), "evaluated": 4}  # type: ignore[arg-type]
+    checkpoint.write(copied.checkpoints, step=8, files={}, progress=progress, fingerprint={})
+    copied.recipe.write_text(run.recipe.read_text())
+    assert not TrialRun(0, {}, recipe, Job(copied, folder / "unused.yaml")).is_finished()
+
+
+def test_fresh_renames_the_study(report: dict[str, Any], folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "study", tmp_path / "study")
+    space = {"model.dropout": [0.1]}
+    again = tune(tmp_path, space=space, method="grid", trials=None, fresh=True)
+    assert again["space"] == {"model.dropout": "[0.1]"}
+    (old,) = (path for path in tmp_path.iterdir() if path.name.startswith("study") and path.name != "study")
+    assert json.loads((old / "study.json").read_text())["trials"][:3] == report["trials"]
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file").write_text("")
+    with pytest.raises(UsageError, match="exists and is not a study"):
+        tune(tmp_path, space=space, method="grid", trials=None, fresh=True, out=tmp_path / "other")
+
+
+@pytest.mark.slow
+def test_a_finite_space_ends_the_search_before_its_time(tmp_path: Path) -> None:
+    report = tune(tmp_path, space={"model.dropout": [0.0, 0.5]}, trials=None, timeout=3600, jobs=1)
+    assert report["finished"]
+    assert {trial["keys"]["model.dropout"] for trial in report["trials"]} == {0.0, 0.5}
+
+
+@pytest.mark.slow
+def test_the_time_limit_saves_trials_and_the_same_call_continues(tmp_path: Path) -> None:
+    changes = {"training.max_steps": 3000, "evaluation.every": 500, "checkpoint.every": None}
+    report = tune(tmp_path, changes=changes, trials=1, timeout=15.0, jobs=1)
+    assert not report["finished"]
+    (trial,) = report["trials"]
+    assert trial["state"] == "running"
+    step = json.loads((Path(trial["run"]) / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+    assert 0 < step < 3000
+    again = tune(tmp_path, changes=changes, trials=1, timeout=15.0, jobs=1)
+    steps = [row["step"] for row in read_metrics(Path(trial["run"]) / "metrics.jsonl") if row["kind"] == "train"]
+    assert steps == sorted(set(steps))
+    assert again["finished"] or steps[-1] > step
+
+
+@pytest.mark.slow
+def test_a_failed_trial_of_two_processes_has_the_reason_of_its_ranks(tmp_path: Path) -> None:
+    changes = {"distributed.processes": 2}
+    with pytest.raises(StudyFailed, match="the first: diverged: ") as caught:
+        tune(tmp_path, space={"training.learning_rate": [1e38]}, method="grid", trials=None, changes=changes, jobs=1)
+    assert caught.value.code == 6
+
+
+@pytest.mark.slow
+def test_two_folders_share_a_study_in_a_database(tmp_path: Path) -> None:
+    """As two machines do: neither takes over trials of the other, and none is trained twice."""
+    words = ["--storage", f"sqlite:///{tmp_path}/tune.db", "--study", "shared", "--trials", "6"]
+    data = build_settings(tmp_path)["data.train.path"]
+    commands = [
+        TuneProcess(tmp_path / name, *words, changes={"data.train.path": data, "output_dir": "runs"})
+        for name in ("a", "b")
+    ]
+    results = [command.finish() for command in commands]
+    assert [code for code, _ in results] == [0, 0], results
+    runs = [sorted(path.name for path in (tmp_path / name / "study" / "trials").iterdir()) for name in ("a", "b")]
+    assert not set(runs[0]) & set(runs[1])
+    assert sorted(runs[0] + runs[1]) == [f"trial-{number:05d}" for number in range(6)]
 
 
 @pytest.mark.slow
@@ -245,8 +324,12 @@ def test_twenty_kills_lose_no_finished_trial_and_repeat_none(tmp_path: Path) -> 
     assert [trial["number"] for trial in report["trials"]] == list(range(num_trials))
     assert {trial["state"] for trial in report["trials"]} <= {"complete", "failed"}
     assert sum(trial["state"] == "failed" for trial in report["trials"]) <= killed_trials
-    folders = [path.name for path in (tmp_path / "study" / "trials").iterdir()]
-    assert len(folders) == len(set(folders)) <= num_trials
+    for trial in report["trials"]:
+        if trial["state"] == "complete" and trial["same_as"] is None:
+            steps = [
+                row["step"] for row in read_metrics(Path(trial["run"]) / "metrics.jsonl") if row["kind"] == "train"
+            ]
+            assert steps == list(range(1, 151)), "a step was trained twice or not at all"
     complete = [trial for trial in report["trials"] if trial["state"] == "complete"]
     for trial in rng.sample(complete, 3):
         undisturbed = bottega.train(
@@ -257,17 +340,13 @@ def test_twenty_kills_lose_no_finished_trial_and_repeat_none(tmp_path: Path) -> 
 
 
 def list_journal_trials(folder: Path) -> list[dict[str, Any]]:
-    from bottega.tuning.space import parse_space
-    from bottega.tuning.study import Objective, Study, open_storage
-
-    (name,) = {
-        json.loads(line)["study_name"]
-        for line in (folder / "study" / "journal.jsonl").read_text().splitlines()
-        if '"study_name"' in line
-    } or {"study"}
+    """Return number, state and values of the trials in the storage; none before there is a study."""
+    owner = folder / "study" / "owner.json"
+    if not owner.is_file() or not (folder / "study" / "journal.jsonl").is_file():
+        return []
     study = Study(
         open_storage(None, folder / "study"),
-        name,
+        json.loads(owner.read_text())["study"],
         dimensions=parse_space(SPACE),
         base={},
         objectives=[Objective("accuracy", "max")],

@@ -51,4 +51,5 @@ def test_pruning_saves_steps_at_no_worse_best(results: dict[tuple[str, str], lis
     saved = 1 - sum(run["trained"] for run in runs) / sum(run["full"] for run in runs)
     assert saved > 0.4
     comparison = compare_paired(get_best(results["tpe", "none"]), get_best(runs), level=0.95)
-    assert comparison.p > 0.05 or comparison.difference < 0
+    # `difference` is without pruning minus with it: pruning costs at most a quarter of a percent of accuracy, with 97.5 % confidence.
+    assert comparison.interval.high < 0.0025

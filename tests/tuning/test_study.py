@@ -99,6 +99,18 @@ def test_limit_counts_trials_of_all_processes(tmp_path: Path) -> None:
     assert second.ask(limit=4).number == 3  # type: ignore[union-attr]
 
 
+def test_a_grid_has_no_gap_after_trials_beyond_the_limit(tmp_path: Path) -> None:
+    from optuna.trial import TrialState
+
+    study = make_study(tmp_path, method="grid")
+    keys = [study.ask(limit=2).keys for _ in range(2)]  # type: ignore[union-attr]
+    extra = study._study.ask()  # another machine took it at the same moment, and found the limit reached
+    extra.set_user_attr("over_limit", True)
+    study._study.tell(extra, state=TrialState.FAIL)
+    keys += [study.ask(limit=6).keys for _ in range(4)]  # type: ignore[union-attr]
+    assert keys == build_grid(DISCRETE, {})
+
+
 def test_a_trial_proposed_in_part_is_completed(tmp_path: Path) -> None:
     """The process died between the creation of the trial and its last key."""
     study = make_study(tmp_path, method="random")
@@ -184,7 +196,7 @@ def test_eight_processes_share_one_study(tmp_path: Path, kind: str) -> None:
     trials = [
         trial
         for trial in make_study(tmp_path, method="random", storage=storage or None).list_trials()
-        if "surplus" not in trial.attributes
+        if not trial.is_over_limit
     ]
     assert [trial.state for trial in trials] == ["complete"] * 40
     assert len({json.dumps(trial.keys) for trial in trials}) == 40

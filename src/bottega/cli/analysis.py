@@ -217,7 +217,7 @@ def _tune(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     )
     if not arguments.json:
         print_result(format_report(report))
-    if arguments.then_train and "recipe" in report["files"]:
+    if arguments.then_train and "recipe" in report["files"] and report["finished"]:
         from bottega.run.train import train_command
 
         options: dict[str, Any] = {"fresh": False, "resume_from": None, "allow_data_change": False}

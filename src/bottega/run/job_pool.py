@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -27,6 +28,8 @@ JOB_MEMORY_BYTES = 2 << 30
 
 WAIT_SECONDS = POLL_SECONDS / 5
 """Seconds between two looks at the running processes."""
+
+_RANK_EXIT_CODE = re.compile(r"exitcode\s*:\s*(-?\d+)")
 
 LogCallback = Callable[[str], None]
 
@@ -220,6 +223,10 @@ class ChildRun:
         if code is None:
             return False
         self.code = code
+        if code and self.job.num_processes > 1:
+            # torchrun ends with 1 whatever a rank ended with, and prints that in its summary.
+            match = _RANK_EXIT_CODE.search(self._read_stderr())
+            self.code = int(match[1]) if match is not None else code
         return True
 
     def describe_error(self) -> str:
@@ -229,8 +236,14 @@ class ChildRun:
         return lines[-1].removeprefix("bottega: ") if lines and self.code > 0 else status
 
     def read_last_lines(self, count: int) -> list[str]:
-        """Return the last lines of standard error."""
-        return self.job.stderr.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-count:]
+        """Return the last lines of standard error; of a run of several processes those that its ranks printed."""
+        lines = self._read_stderr().strip().splitlines()
+        if self.job.num_processes > 1:
+            lines = [line for line in lines if line.startswith("bottega: ")]
+        return lines[-count:]
+
+    def _read_stderr(self) -> str:
+        return self.job.stderr.read_text(encoding="utf-8", errors="replace")
 
     def forward_signal(self, received: signal.Signals) -> None:
         """Forward a signal once; SIGTERM only after `GRACE_SECONDS`, since a scheduler may already have sent it to the process.

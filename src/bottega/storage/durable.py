@@ -88,6 +88,32 @@ def write_atomic(path: Path, data: str | bytes) -> None:
         flush(temporary)
 
 
+@contextmanager
+def hold_lock(path: Path, *, shared: bool = False, wait: bool = True) -> Iterator[bool]:
+    """Hold a lock on a file while the context is open; yield whether it was taken, which without `wait` may fail.
+
+    Several processes may hold a shared lock. The kernel releases the lock of a process that dies.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(descriptor)
+
+
+def read_locked(path: Path, offset: int) -> bytes:
+    """Return what was appended by `append_locked` after `offset`; a write that is still going on is waited for."""
+    with open(path, "rb", buffering=0) as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        file.seek(offset)
+        return file.read()
+
+
 def append_locked(path: Path, data: bytes) -> None:
     """Append to a file that several processes write: all of `data` or, on a full disk, nothing; flushed to disk.
 

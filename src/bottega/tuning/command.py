@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bottega.callbacks.progress_bars import progress_bars
 from bottega.config.load import RecipeSource
-from bottega.core.errors import BottegaError, EnvironmentProblem, Interrupted, UsageError
+from bottega.core.errors import EnvironmentProblem, Interrupted, UsageError
 from bottega.core.rundir import RunDirectory
 from bottega.run.job_pool import plan_job_environments
-from bottega.run.train import set_aside
 from bottega.tasks.recipes import parse_overrides
 from bottega.terminal import open_console
 from bottega.world import is_launched
 
+if TYPE_CHECKING:
+    from optuna.storages import BaseStorage
 
-class StudyFailed(BottegaError):
-    """Every trial of a study failed."""
+    from bottega.tuning.plan import StudyPlan
+    from bottega.tuning.study_folder import StudyFolder
 
-    code = 1
+
+MAX_JOBS = 1024
+"""Upper limit of trials at a time where only the timeout limits their number."""
 
 
 def tune(
@@ -109,50 +111,65 @@ def run_study(
     except ImportError:
         raise EnvironmentProblem("tune needs optuna; pip install 'bottega[tune]'") from None
     from bottega.tuning.plan import check_metrics_available, plan_study
+    from bottega.tuning.population import check_population, run_population
+    from bottega.tuning.samplers import check_packages
+    from bottega.tuning.study import open_storage
+    from bottega.tuning.study_folder import open_study_folder, rename_study
 
     if is_launched():
         raise UsageError("tune starts processes of its own; start it without torchrun")
     if confirm < 0 or confirm == 1:
         raise UsageError(f"--confirm {confirm}: expected 2 or more seeds, or 0")
     plan = plan_study(sources, overrides, flags=flags, space=space, study=study, storage=storage, out=out)
+    is_population = plan.options.method == "pbt"
+    boundaries = check_population(plan) if is_population else []
+    check_packages(plan.options.method)
+    if confirm and is_population:
+        raise UsageError(
+            "--confirm: the winner of pbt has a schedule of keys, not one recipe to train again; remove it"
+        )
+    if verify and not is_population:
+        raise UsageError(f"--verify: replays the winner of pbt, not of {plan.options.method}; remove it")
+    if fresh and storage is not None:
+        raise UsageError("--fresh: a study in a database cannot be renamed; choose another --study")
     environments = plan_job_environments(
         plan.recipe.device,
         plan.options.jobs,
-        num_runs=plan.options.population if plan.options.method == "pbt" else plan.num_trials,
+        num_runs=plan.options.population if is_population else plan.num_trials or MAX_JOBS,
         num_processes=plan.recipe.distributed.processes or 1,
         strict=True,
     )
     console = open_console(quiet=quiet)
+    with progress_bars(console) as bar:
+        check_metrics_available(plan, bar)
+    # Opened before anything is written, so that an unreachable database leaves no folder.
+    database = open_storage(plan.storage, plan.folder) if plan.storage is not None else None
     if fresh and plan.folder.exists():
-        set_aside(plan.folder, subject="trials are")
-    folder = RunDirectory(plan.folder)
-    created = [path for path in (folder.path, *folder.path.parents) if not path.exists()]
-    try:
-        with progress_bars(console) as bar:
-            check_metrics_available(plan, bar)
-        folder.path.mkdir(parents=True, exist_ok=True)
-        if plan.options.method == "pbt":
-            from bottega.tuning.population import run_population
-
-            return run_population(plan, environments, console, verify=verify)
-        return _search(plan, environments, console, confirm=confirm, fresh=fresh)
-    except (UsageError, EnvironmentProblem):
-        folder.remove_if_unused(created)
-        raise
+        rename_study(plan.folder)
+    with open_study_folder(plan.folder, study=plan.name, storage=plan.storage) as folder:
+        if is_population:
+            return run_population(plan, boundaries, environments, console, verify=verify)
+        return _search(
+            plan, folder, database or open_storage(None, plan.folder), environments, console, confirm=confirm
+        )
 
 
 def _search(
-    plan: Any, environments: list[dict[str, str]], console: Any, *, confirm: int, fresh: bool
+    plan: StudyPlan,
+    folder: StudyFolder,
+    storage: BaseStorage,
+    environments: list[dict[str, str]],
+    console: Any,
+    *,
+    confirm: int,
 ) -> dict[str, Any]:
     from bottega.tuning.confirm import confirm_best
     from bottega.tuning.display import show_search
+    from bottega.tuning.plan import StudyFailed
     from bottega.tuning.report import build_report, write_report, write_study_json
     from bottega.tuning.search import Search
-    from bottega.tuning.study import Study, delete_study, open_storage
+    from bottega.tuning.study import Study
 
-    storage = open_storage(plan.storage, plan.folder)
-    if fresh and plan.storage is not None:
-        delete_study(storage, plan.name)
     study = Study(
         storage,
         plan.name,
@@ -166,17 +183,16 @@ def _search(
         first_evaluation=plan.first_evaluation,
         identity=plan.identity,
     )
-    with ExitStack() as stack:
-        log, show = stack.enter_context(show_search(plan, console))
-        finished = sum(trial.is_finished for trial in study.list_trials())
-        limit = f"{plan.num_trials}" if plan.num_trials < 10**9 else "any number of"
-        log(f"{plan.folder}: {limit} trials, {finished} already finished, {len(environments)} at a time")
+    with show_search(plan, console) as (log, show):
+        num_finished = sum(trial.is_finished and not trial.is_over_limit for trial in study.list_trials())
+        limit = plan.num_trials if plan.num_trials is not None else "any number of"
+        log(f"{plan.folder}: {limit} trials, {num_finished} already finished, {len(environments)} at a time")
         if plan.options.pruner != "none" and plan.first_evaluation > 500:
-            log(
-                "evaluation.every: trials are evaluated at most once before their end, so none can be pruned; set it to 10%"
-            )
-        stop = Search(plan, study, environments, log=log, show=show).run()
+            log("evaluation.every: each trial is evaluated once or twice, too late to prune; set evaluation.every=10%")
+        search = Search(plan, study, folder, environments, log=log, show=show)
+        stop = search.run()
     report = build_report(plan, study)
+    report["finished"] = search.is_finished
     write_report(plan, report)
     if stop.received is not None:
         raise Interrupted(
@@ -184,8 +200,9 @@ def _search(
             stop.exit_code,
         )
     if report["trials"] and report["counts"]["failed"] == len(report["trials"]):
-        raise StudyFailed(f"every trial of {plan.folder} failed; the first: {report['trials'][0]['reason']}")
-    if confirm and report["best"] is not None:
+        first = report["trials"][0]
+        raise StudyFailed(f"every trial of {plan.folder} failed; the first: {first['reason']}", first["code"])
+    if confirm and report["best"] is not None and search.is_finished:
         confirm_best(plan, report, environments, console, num_seeds=confirm)
         write_study_json(RunDirectory(plan.folder), report)
     return report

@@ -8,7 +8,6 @@ from bottega.analysis.compare import compare
 from bottega.analysis.crossval_jobs import train_folds
 from bottega.callbacks.progress_bars import progress_bars
 from bottega.config.load import to_yaml
-from bottega.core.errors import UsageError
 from bottega.core.rundir import RunDirectory
 from bottega.run.job_pool import Job
 from bottega.terminal import escape_controls
@@ -42,12 +41,10 @@ def confirm_best(
     for label, keys in configurations.items():
         for seed in seeds:
             name = f"{label}-s{seed}"
-            try:
-                recipe = plan.build_trial_recipe(keys, name=name, seed=seed, output_dir=str(plan.folder / "confirm"))
-            except UsageError:
-                if label != "base":
-                    raise
-                break  # the recipe is not complete without the searched keys
+            without_seed = {key: value for key, value in keys.items() if key != "seed"}
+            recipe = plan.build_trial_recipe(
+                without_seed, name=name, seed=seed, output_dir=str(plan.folder / "confirm")
+            )
             file = plan.folder / "recipes" / f"confirm-{name}.yaml"
             run = RunDirectory(plan.folder / "confirm" / name)
             file.parent.mkdir(parents=True, exist_ok=True)

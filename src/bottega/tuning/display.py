@@ -58,7 +58,7 @@ def build_table(plan: StudyPlan, status: SearchStatus) -> Any:
     for name in ("steps", plan.objectives[0].name):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("state", no_wrap=True)
-    ended = [trial for trial in status.trials if trial.is_finished and "surplus" not in trial.attributes]
+    ended = [trial for trial in status.trials if trial.is_finished and not trial.is_over_limit]
     rows = sorted(ended[-MAX_ENDED_ROWS:], key=lambda trial: trial.number)
     best = status.best.number if status.best is not None else None
     for trial in rows:
@@ -73,9 +73,9 @@ def build_table(plan: StudyPlan, status: SearchStatus) -> Any:
 
 def describe_status(plan: StudyPlan, status: SearchStatus) -> str:
     """Return study, number of trials, the best so far and the remaining time in one line."""
-    ended = [trial for trial in status.trials if trial.is_finished and "surplus" not in trial.attributes]
+    ended = [trial for trial in status.trials if trial.is_finished and not trial.is_over_limit]
     limit = plan.num_trials
-    parts = [plan.name, f"{len(ended)} of {limit} trials" if limit < 10**9 else f"{len(ended)} trials"]
+    parts = [plan.name, f"{len(ended)} of {limit} trials" if limit is not None else f"{len(ended)} trials"]
     if status.best is not None and status.best.values is not None:
         parts.append(f"best {plan.objectives[0].name} {status.best.values[0]:.4f} (trial {status.best.number})")
     remaining = estimate_remaining(plan, status, num_ended=len(ended))
@@ -88,7 +88,7 @@ def estimate_remaining(plan: StudyPlan, status: SearchStatus, *, num_ended: int)
     """Return the seconds until all trials have ended, at the rate so far; None before the first has ended."""
     elapsed = time.monotonic() - status.started_at
     timeout = plan.options.timeout.amount - elapsed if plan.options.timeout is not None else None
-    if not status.num_ended_here or plan.num_trials >= 10**9:
+    if not status.num_ended_here or plan.num_trials is None:
         return timeout
     fractions = [run.rows.step / total for run in status.active.values() if (total := run.read_total_steps())]
     per_trial = elapsed / (status.num_ended_here + sum(fractions))

@@ -15,7 +15,7 @@ from typing import Any, final
 from optuna.storages.journal import BaseJournalBackend
 
 from bottega.core.saver import explain_os_error
-from bottega.storage.durable import append_locked
+from bottega.storage.durable import append_locked, read_locked
 
 
 @final
@@ -29,11 +29,9 @@ class LockedJournal(BaseJournalBackend):
         path.touch(exist_ok=True)
 
     def read_logs(self, log_number_from: int) -> Iterator[dict[str, Any]]:
-        """Yield the entries from a number on; a last line without its end is still being written."""
+        """Yield the entries from a number on; a last line without its end was cut off by a kill."""
         number = min(log_number_from, len(self._offsets) - 1)
-        with self._path.open("rb") as file:
-            file.seek(self._offsets[number])
-            data = file.read()
+        data = read_locked(self._path, self._offsets[number])
         for line in data[: data.rfind(b"\n") + 1].splitlines(keepends=True):
             if number + 1 == len(self._offsets):
                 self._offsets.append(self._offsets[number] + len(line))

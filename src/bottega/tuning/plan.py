@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from bottega.config.recipe import Recipe
 from bottega.config.schema_keys import collect_schema_keys, has_key
 from bottega.config.technique_options import is_option_key, list_option_keys
 from bottega.config.tune import Tune
-from bottega.core.errors import UsageError
+from bottega.core.errors import BottegaError, UsageError
 from bottega.run.checks import find_problems, raise_all
 from bottega.similar_names import find_similar_names
 from bottega.tasks import dependencies
@@ -27,7 +27,20 @@ STUDIES_FOLDER = Path("studies")
 RUN_METRICS = {"parameters": "min", "seconds": "min", "samples_per_second": "max"}
 """Metrics of a run as a whole, which can be traded off against those of an evaluation."""
 DEFAULT_NUM_TRIALS = 20
+RESERVED_KEYS = (
+    *("tune", "name", "output_dir", "samples.every", "checkpoint.keep", "evaluation.metric", "evaluation.mode"),
+    *("distributed.processes", "device"),
+)
+"""Keys that the study sets itself, or that decide where trials run."""
 Override = tuple[str, str, str]
+
+
+class StudyFailed(BottegaError):
+    """Every trial of a study failed; the exit code is that of the first."""
+
+    def __init__(self, message: str, code: int | None) -> None:
+        super().__init__(message)
+        self.code = code if code is not None and code > 0 else 1
 
 
 @dataclass(frozen=True)
@@ -48,13 +61,21 @@ class StudyPlan:
     storage: str | None = None
 
     @property
-    def num_trials(self) -> int:
-        """The number of trials of the whole study."""
+    def num_trials(self) -> int | None:
+        """The number of trials of the whole study; None if only the timeout ends it."""
         if self.options.method == "grid":
             return min(len(self.grid), self.options.trials or len(self.grid))
         if self.options.trials is None and self.options.timeout is not None:
-            return 10**9
+            return None
         return self.options.trials or DEFAULT_NUM_TRIALS
+
+    @property
+    def num_points(self) -> int | None:
+        """The number of different trials that the space allows; None if it is not finite, or too large to count."""
+        try:
+            return len(build_grid(self.dimensions, self.base))
+        except UsageError:
+            return None
 
     @property
     def base(self) -> dict[str, Any]:
@@ -71,8 +92,14 @@ class StudyPlan:
             "recipe": json.loads(json.dumps(recipe, default=str)),
             "space": {dimension.key: str(dimension) for dimension in self.dimensions},
             "metric": {objective.name: objective.mode for objective in self.objectives},
-            "method": {"method": "pbt" if self.options.method == "pbt" else "trials"},
+            "method": self._describe_method(),
         }
+
+    def _describe_method(self) -> dict[str, Any]:
+        """Methods other than these two may change; the points of a grid are numbered by the order of its keys."""
+        if self.options.method == "grid":
+            return {"method": "grid", "order": [dimension.key for dimension in self.dimensions]}
+        return {"method": "pbt" if self.options.method == "pbt" else "search"}
 
     @property
     def first_evaluation(self) -> int:
@@ -146,18 +173,7 @@ def plan_study(
     if "/" in name or name in ("", ".", ".."):
         raise UsageError(f"--study {name}: expected a name without /; --out sets the folder")
     grid = tuple(build_grid(dimensions, plan.base)) if options.method == "grid" else ()
-    return StudyPlan(
-        name,
-        out or STUDIES_FOLDER / name,
-        plan.sources,
-        plan.overrides,
-        recipe,
-        options,
-        dimensions,
-        objectives,
-        grid,
-        storage,
-    )
+    return replace(plan, name=name, folder=out or STUDIES_FOLDER / name, grid=grid, storage=storage)
 
 
 def check_metrics_available(plan: StudyPlan, report_progress: Any) -> None:
@@ -238,7 +254,7 @@ def _find_key_problems(plan: StudyPlan, dimension: Dimension) -> list[str]:
     schema, problems = type(plan.recipe), []
     keys = [dimension.key] + ([dimension.condition.key] if dimension.condition is not None else [])
     for key in keys:
-        if key.startswith(("tune.", "name", "output_dir")) and key in ("tune", "name", "output_dir", *RESERVED):
+        if key in RESERVED_KEYS or key.startswith("tune."):
             problems.append(f"--space {key}: set by the study itself; remove it")
         elif not has_key(key, schema) and not is_option_key(key):
             flags = [name for name in collect_schema_keys(schema) if "*" not in name] + list_option_keys()
@@ -247,9 +263,6 @@ def _find_key_problems(plan: StudyPlan, dimension: Dimension) -> list[str]:
             ]
             problems.append(f"--space {key}: unknown key" + (f"; did you mean {similar[0]}?" if similar else ""))
     return problems
-
-
-RESERVED = ("samples.every", "evaluation.metric", "evaluation.mode", "checkpoint.keep")
 
 
 def _find_value_problems(plan: StudyPlan) -> list[str]:

@@ -17,17 +17,18 @@ from typing import Any, final
 
 import numpy as np
 
+from bottega.config.credentials import strip_credentials_in_text
 from bottega.config.load import to_yaml
 from bottega.core import checkpoint as checkpoints
-from bottega.core.errors import Interrupted, UsageError
+from bottega.core.errors import DirectoryInUse, Interrupted, UsageError
 from bottega.core.rundir import RunDirectory
 from bottega.run.job_pool import WAIT_SECONDS, ChildRun, Job, JobPool
-from bottega.run.train import lock_directory
 from bottega.signals import REQUEUE_EXIT_CODE, StopSignals
-from bottega.storage.durable import delete_folder
+from bottega.storage.durable import delete_folder, hold_lock
 from bottega.terminal import escape_controls
-from bottega.tuning.plan import StudyPlan
+from bottega.tuning.plan import StudyFailed, StudyPlan
 from bottega.tuning.space import Choices, Dimension, Range, is_active
+from bottega.tuning.study_folder import LOCKS_FOLDER
 from bottega.tuning.trial_run import EXIT_REASONS, MetricsTail
 
 CHANGEABLE_KEYS = (
@@ -56,7 +57,7 @@ FACTORS = (0.8, 1.25)
 """A number is multiplied by one of these when it is perturbed."""
 RESAMPLE_PROBABILITY = 0.25
 """Probability that a key is drawn anew from its space instead of being perturbed."""
-STATE_FILE = "population.json"
+STATE_FILE, REPLAY_FOLDER = "population.json", "replay"
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,8 @@ class Segment:
     value: float | None = None
     reason: str | None = None
     """Why it failed; None if it did not."""
+    code: int | None = None
+    """Exit code of a failure."""
 
     @property
     def name(self) -> str:
@@ -90,11 +93,15 @@ def check_population(plan: StudyPlan) -> list[int]:
                 f"{', '.join(CHANGEABLE_KEYS)}"
             )
     if plan.storage is not None:
-        raise UsageError(f"--storage {plan.storage}: pbt keeps its state in the folder of the study; remove it")
+        raise UsageError(
+            f"--storage {strip_credentials_in_text(plan.storage)}: pbt keeps its state in the folder of the study; remove it"
+        )
     if plan.options.pruner != "none":
         raise UsageError(f"--pruner {plan.options.pruner}: pbt replaces bad members instead; remove it")
     if plan.options.trials is not None:
         raise UsageError("--trials: the number of members of pbt is tune.population; set that instead")
+    if plan.recipe.training.early_stopping is not None:
+        raise UsageError("training.early_stopping: pbt compares members at the same step; set it to null")
     total = plan.recipe.training.max_steps
     if total is None:
         raise UsageError("training.max_steps: pbt needs a length in steps; set it in place of num_epochs")
@@ -107,25 +114,28 @@ def check_population(plan: StudyPlan) -> list[int]:
 
 
 def run_population(
-    plan: StudyPlan, environments: list[dict[str, str]], console: Any, *, verify: bool = False
+    plan: StudyPlan, boundaries: list[int], environments: list[dict[str, str]], console: Any, *, verify: bool = False
 ) -> dict[str, Any]:
     """Train a population, write its report, and return it; the same call continues an earlier one."""
     from bottega.tuning.population_report import build_report, write_report
 
-    boundaries = check_population(plan)
-
     def log(text: str) -> None:
         console.print(escape_controls(text), soft_wrap=True, markup=False)
 
-    with lock_directory(RunDirectory(plan.folder), has_log=False):
+    with hold_lock(plan.folder / LOCKS_FOLDER / "population", wait=False) as is_free:
+        if not is_free:
+            raise DirectoryInUse(f"{plan.folder} is in use by another bottega tune; one process trains a population")
         population = Population(plan, boundaries, log=log)
         log(
             f"{plan.folder}: {plan.options.population} members, {len(boundaries) - 1} generations of "
             f"{boundaries[1]} steps, {len(environments)} at a time"
         )
-        population.train(environments)
+        is_finished = population.train(environments)
+        if not population.segments:
+            raise Interrupted("the time is up before the first interval; the same command continues", 0)
         report = build_report(plan, population.segments)
-        if verify:
+        report["finished"] = is_finished
+        if verify and is_finished:
             report["verified"] = population.replay_lineage(report, environments)
         write_report(plan, report)
     return report
@@ -142,20 +152,25 @@ class Population:
         self._state = plan.folder / STATE_FILE
         self._read_state()
 
-    def train(self, environments: list[dict[str, str]]) -> None:
-        """Train all generations; raises Interrupted after a signal, with every segment saved."""
+    def train(self, environments: list[dict[str, str]]) -> bool:
+        """Train all generations; return whether they were finished before the time limit.
+
+        Raises Interrupted after a signal, with every segment saved, and StudyFailed if all members fail.
+        """
         deadline = float("inf")
         if self._plan.options.timeout is not None:
             deadline = time.monotonic() + self._plan.options.timeout.amount
         segments = self._create_first_generation()
         for generation in range(len(self._boundaries) - 1):
             waiting = [segment for segment in segments if segment.name not in self.segments]
-            self._train_segments(waiting, environments, deadline=deadline)
+            if not self._train_segments(waiting, environments, deadline=deadline):
+                self._log("the time is up; every member is saved, and the same command continues")
+                return False
             segments = [self.segments[segment.name] for segment in segments]
             if all(segment.value is None for segment in segments):
-                from bottega.tuning.command import StudyFailed
-
-                raise StudyFailed(f"every member of {self._plan.folder} failed; the first: {segments[0].reason}")
+                raise StudyFailed(
+                    f"every member of {self._plan.folder} failed; the first: {segments[0].reason}", segments[0].code
+                )
             values = [segment.value for segment in segments if segment.value is not None]
             best = max(values) if self._is_max else min(values)
             self._log(
@@ -165,6 +180,7 @@ class Population:
             if generation + 2 < len(self._boundaries):
                 self._delete_checkpoints(generation - 1)
                 segments = self._create_next_generation(segments, generation + 1)
+        return True
 
     @property
     def _is_max(self) -> bool:
@@ -210,14 +226,14 @@ class Population:
 
     def _train_segments(
         self, segments: list[Segment], environments: list[dict[str, str]], *, deadline: float, folder: str = "trials"
-    ) -> None:
-        """Train segments in parallel and record how each ended."""
+    ) -> bool:
+        """Train segments in parallel and record how each ended; return whether all have ended before the deadline."""
         by_name = {segment.name: segment for segment in segments}
         waiting = [self._write_job(segment, folder) for segment in segments]
         with StopSignals() as stop, JobPool(environments, log=self._log) as pool:
             while (pool.children or waiting) and not (stop.received is not None and not pool.children):
                 if time.monotonic() > deadline:
-                    raise Interrupted("the time is up; every member is saved, and the same command continues", 0)
+                    return False
                 while stop.received is None and pool.start_next(waiting) is not None:
                     pass
                 time.sleep(WAIT_SECONDS)
@@ -227,7 +243,8 @@ class Population:
                     segment = self._end_segment(by_name[child.job.name], child, is_stopping=stop.received is not None)
                     if segment is not None:
                         self.segments[segment.name] = segment
-                        self._write_state()
+                        if folder == "trials":
+                            self._write_state()
                     elif stop.received is None:
                         waiting.append(child.job)
         if stop.received is not None:
@@ -235,6 +252,7 @@ class Population:
                 f"stopped by {stop.received.name}; every member has saved a checkpoint, and the same command continues",
                 stop.exit_code,
             )
+        return True
 
     def _write_job(self, segment: Segment, folder: str) -> Job:
         """Write the recipe of a segment, and return the job that trains it up to its last step."""
@@ -267,7 +285,7 @@ class Population:
         kind, error = EXIT_REASONS.get(child.code), child.describe_error()
         reason = f"{kind}: {error}" if kind is not None else error
         self._log(f"member {segment.member} failed at step {rows.step}: {reason}")
-        return replace(segment, reason=reason)
+        return replace(segment, reason=reason, code=child.code)
 
     def _delete_checkpoints(self, generation: int) -> None:
         """Delete the checkpoints of a generation that no later segment starts from."""
@@ -279,15 +297,21 @@ class Population:
     def replay_lineage(self, report: Mapping[str, Any], environments: list[dict[str, str]]) -> bool:
         """Train the winner again from its recorded keys; return whether its weights are the same bit for bit."""
         lineage = [self.segments[Path(entry["run"]).name] for entry in report["lineage"]]
+        recorded = dict(self.segments)
+        if (self._plan.folder / REPLAY_FOLDER).is_dir():
+            delete_folder(self._plan.folder / REPLAY_FOLDER)
         for segment in lineage:
             self._log(f"replaying {segment.name} to step {segment.end}")
-            ended = dict(self.segments)
-            self._train_segments([segment], environments[:1], deadline=float("inf"), folder="replay")
-            self.segments = ended
+            self._train_segments([segment], environments[:1], deadline=float("inf"), folder=REPLAY_FOLDER)
+            replayed = self.segments[segment.name]
+            self.segments = dict(recorded)
+            if replayed.reason is not None:
+                self._log(f"the replay of {segment.name} failed: {replayed.reason}")
+                return False
         name = checkpoints.step_folder_name(lineage[-1].end)
         files = [
             self._plan.folder / folder / lineage[-1].name / "checkpoints" / name / "model.safetensors"
-            for folder in ("trials", "replay")
+            for folder in ("trials", REPLAY_FOLDER)
         ]
         is_same = files[0].read_bytes() == files[1].read_bytes()
         self._log("the replayed weights are " + ("the same, bit for bit" if is_same else "not the same"))
@@ -296,12 +320,16 @@ class Population:
     def _read_state(self) -> None:
         if not self._state.is_file():
             return
-        fields = json.loads(self._state.read_bytes())
-        if fields["identity"] != self._describe_identity():
+        try:
+            fields = json.loads(self._state.read_bytes())
+            segments = {name: Segment(**entry) for name, entry in fields["segments"].items()}
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise UsageError(f"{self._state} is damaged; restore it, or start over with --fresh") from None
+        if fields.get("identity") != self._describe_identity():
             raise UsageError(
                 f"{self._plan.folder} has a population of another recipe or space; choose another --study, or start over with --fresh"
             )
-        self.segments = {name: Segment(**entry) for name, entry in fields["segments"].items()}
+        self.segments = segments
 
     def _write_state(self) -> None:
         segments = {name: vars(segment) for name, segment in self.segments.items()}

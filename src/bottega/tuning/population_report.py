@@ -99,6 +99,7 @@ def _describe_member(plan: StudyPlan, segment: Segment, segments: dict[str, Segm
         "run": str(plan.folder / "trials" / segment.name),
         "reason": segment.reason,
         "lines": None,
+        "code": segment.code,
         "same_as": None,
     }
 

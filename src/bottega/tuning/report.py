@@ -23,7 +23,7 @@ MAX_TRIALS_SHOWN = 10
 
 def build_report(plan: StudyPlan, study: Study) -> dict[str, Any]:
     """Return the content of study.json."""
-    trials = [trial for trial in study.list_trials() if "surplus" not in trial.attributes]
+    trials = [trial for trial in study.list_trials() if not trial.is_over_limit]
     best = find_best_trial(trials, plan.objectives[0].mode)
     steps = [_count_steps(trial) for trial in trials]
     return {
@@ -171,6 +171,7 @@ def _describe_trial(trial: TrialRecord) -> dict[str, Any]:
         "run": attributes.get("run"),
         "reason": attributes.get("reason"),
         "lines": attributes.get("lines"),
+        "code": attributes.get("code"),
         "same_as": attributes.get("same_as"),
     }
 

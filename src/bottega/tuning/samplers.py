@@ -7,6 +7,7 @@ processes, would repeat its first draws. Here the seed of each proposal follows 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
@@ -18,15 +19,19 @@ from optuna.trial import FrozenTrial, TrialState
 
 from bottega.core.errors import EnvironmentProblem
 
-METHODS = ("tpe", "random", "grid", "gp", "cmaes", "pbt")
-"""Search methods; pbt does not use Optuna."""
-
 
 def build_sampler(method: str, *, seed: int, grid: Sequence[Mapping[str, Any]] = ()) -> BaseSampler:
     """Return the sampler of a method; `grid` are the points of method grid."""
     if method == "grid":
         return GridSampler(grid)
     return SeededSampler(lambda number: _build_seeded(method, _derive_seed(seed, number)))
+
+
+def check_packages(method: str) -> None:
+    """Raise EnvironmentProblem if a package that a method needs is missing; Optuna would notice it at the second trial."""
+    package = {"cmaes": "cmaes", "gp": "torch"}.get(method)
+    if package is not None and importlib.util.find_spec(package) is None:
+        raise EnvironmentProblem(f"--method {method} needs {package}; pip install 'bottega[tune]'")
 
 
 def _derive_seed(seed: int, number: int) -> int:
@@ -41,10 +46,7 @@ def _build_seeded(method: str, seed: int) -> BaseSampler:
         if method == "tpe":
             return TPESampler(seed=seed, group=True, multivariate=True)
         if method == "cmaes":
-            try:
-                return ReplayedCmaEsSampler(seed=seed, n_startup_trials=1, warn_independent_sampling=False)
-            except ImportError:
-                raise EnvironmentProblem("--method cmaes needs cmaes; pip install 'bottega[tune]'") from None
+            return ReplayedCmaEsSampler(seed=seed, n_startup_trials=1, warn_independent_sampling=False)
         from optuna.samplers import GPSampler
 
         return GPSampler(seed=seed, deterministic_objective=False)
@@ -101,7 +103,10 @@ class GridSampler(BaseSampler):
     def sample_independent(
         self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
     ) -> Any:
-        return self._grid[trial.number % len(self._grid)][param_name]
+        # Trials beyond the limit have a number, but no point.
+        earlier = [other for other in study.get_trials(deepcopy=False) if other.number < trial.number]
+        index = sum("over_limit" not in other.user_attrs for other in earlier)
+        return self._grid[index % len(self._grid)][param_name]
 
 
 class ReplayedCmaEsSampler(CmaEsSampler):

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import socket
+import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import final
 
-from bottega.core.errors import DirectoryInUse, UsageError
-from bottega.core.rundir import Lock, RunDirectory
+from bottega.core.errors import UsageError
+from bottega.core.rundir import Lock
 from bottega.run.job_pool import ChildRun, Job, JobPool
 from bottega.signals import REQUEUE_EXIT_CODE, StopSignals
 from bottega.tuning.plan import StudyPlan
 from bottega.tuning.study import Study, TrialRecord
+from bottega.tuning.study_folder import StudyFolder
 from bottega.tuning.trial_run import EXIT_REASONS, TrialRun, find_best_row, get_trial_name, to_progress
 
 POLL_SECONDS = 0.25
@@ -43,18 +45,21 @@ class Search:
         self,
         plan: StudyPlan,
         study: Study,
+        folder: StudyFolder,
         environments: list[dict[str, str]],
         *,
         log: LogCallback,
         show: Callable[[SearchStatus], None],
     ) -> None:
-        self._plan, self._study, self._log, self._show = plan, study, log, show
+        self._plan, self._study, self._folder, self._log, self._show = plan, study, folder, log, show
         self._environments = environments
         self._active: dict[str, TrialRun] = {}
         """Trials of this process, running or waiting for a place, by the name of the run."""
         self._pruned: set[str] = set()
         self._waiting: list[Job] = []
         self._status = SearchStatus(started_at=time.monotonic())
+        self.is_finished = False
+        """Whether the search ended by itself, not by its time limit or a signal."""
 
     def run(self) -> StopSignals:
         """Search until all trials are done, the time is up or a signal arrives; return the signals received.
@@ -63,18 +68,17 @@ class Search:
         """
         timeout = self._plan.options.timeout
         deadline = time.monotonic() + timeout.amount if timeout is not None else float("inf")
+        self._update_status()
         with StopSignals() as stop, JobPool(self._environments, log=self._log) as pool:
             self._adopt_trials()
-            has_more = True
-            while self._active or has_more:
+            while stop.received is None or pool.children:
                 if time.monotonic() > deadline:
                     self._log("the time is up; trials that run are saved, and the same command continues them")
                     break
                 if stop.received is not None:
                     pool.forward_signal(stop.received)
-                else:
-                    has_more = self._start_trials(pool)
-                if not self._active and not has_more:
+                elif not self._start_trials(pool) and not self._active:
+                    self.is_finished = True
                     break
                 self._show(self._status)
                 time.sleep(POLL_SECONDS)
@@ -83,33 +87,26 @@ class Search:
                     self._follow(child)
                 for child in ended:
                     self._finish(child, is_stopping=stop.received is not None)
-                if stop.received is not None and not pool.children:
-                    break
-            for trial in self._active.values():
-                self._release(trial)
+        for trial in self._active.values():  # after the pool has waited for its processes
+            self._release(trial)
         return stop
 
     def _adopt_trials(self) -> None:
         """Continue the trials of this folder whose process has died."""
-        for record in self._study.list_trials():
-            if record.state != "running" or get_trial_name(record.number) in self._active:
-                continue
-            is_here = record.attributes.get("host", socket.gethostname()) == socket.gethostname()
-            folder = self._plan.folder / "trials" / get_trial_name(record.number)
-            if not is_here and not folder.is_dir():
-                continue  # another machine works on it
-            lock = self._try_lock(record.number)
-            if lock is None:
-                continue  # another process on this machine does
-            if not self._study.get_trial(record.number).is_finished:
+        with self._folder.hold_asking():
+            for record in self._study.list_trials():
+                is_ours = record.attributes.get("owner") == self._folder.owner
+                if record.is_finished or not is_ours or get_trial_name(record.number) in self._active:
+                    continue
+                lock = self._folder.try_lock_trial(record.number)
+                if lock is None:
+                    continue  # another process in this folder works on it
                 if not record.attributes.get("proposed"):
                     record = self._study.complete_proposal(record.number)
-                self._add_trial(record, lock, is_new=False)
-            else:
-                lock.__exit__(None, None, None)
+                self._add_trial(record, lock)
 
     def _start_trials(self, pool: JobPool) -> bool:
-        """Start trials on free places; return whether there are more to come."""
+        """Start trials on free places; return whether there may be more to come."""
         while pool.num_free:
             child = pool.start_next(self._waiting)
             if child is not None:
@@ -119,43 +116,55 @@ class Search:
                 continue
             if self._waiting:
                 return True  # they wait for a process of an earlier command that still saves
-            record = self._study.ask(limit=self._plan.num_trials)
-            if record is None:
+            if self._is_exhausted() or not self._propose_trial():
                 self._adopt_trials()  # another process of this study may have died meanwhile
                 if not self._waiting:
                     return False
-                continue
-            lock = self._try_lock(record.number)
-            assert lock is not None, "a new trial has no owner"
-            self._add_trial(record, lock, is_new=True)
+            elif not self._waiting:
+                return True  # its result was known; look at signals and the clock before the next
         return True
 
-    def _try_lock(self, number: int) -> Lock | None:
-        """Return the held lock of a trial; None if another process has it. The kernel releases it when its holder dies."""
-        lock = Lock(RunDirectory(self._plan.folder / "locks" / get_trial_name(number)))
-        try:
-            return lock.__enter__()
-        except DirectoryInUse:
-            return None
+    def _is_exhausted(self) -> bool:
+        """Return whether every point of a finite space has been tried."""
+        if self._num_points is None:
+            return False
+        tried = {json.dumps(trial.keys, sort_keys=True) for trial in self._study.list_trials() if trial.is_finished}
+        return len(tried) >= self._num_points
 
-    def _add_trial(self, record: TrialRecord, lock: Lock, *, is_new: bool) -> None:
+    @cached_property
+    def _num_points(self) -> int | None:
+        return self._plan.num_points
+
+    def _propose_trial(self) -> bool:
+        """Create a trial and queue it; return whether the study may have another one."""
+        with self._folder.hold_asking():
+            record = self._study.ask(limit=self._plan.num_trials, owner=self._folder.owner)
+            if record is None:
+                return False
+            lock = self._folder.try_lock_trial(record.number)
+            assert lock is not None, "locks are taken under the same lock"
+        self._add_trial(record, lock)
+        return True
+
+    def _add_trial(self, record: TrialRecord, lock: Lock) -> None:
         """Queue a trial, or record its result at once if it is already known."""
-        number = record.number
-        same = self._find_same_keys(record) if is_new else None
-        if same is not None:
-            self._copy_result(number, same)
+        number, name = record.number, get_trial_name(record.number)
+        is_new = not (self._folder.path / "trials" / name).exists()
+        twin = self._find_finished_twin(record) if is_new else None
+        if twin is not None:
+            self._copy_result(number, twin)
             lock.__exit__(None, None, None)
             return
         try:
-            recipe = self._plan.build_trial_recipe(record.keys, name=get_trial_name(number))
+            recipe = self._plan.build_trial_recipe(record.keys, name=name)
         except UsageError as error:  # values that are valid one by one, but not together
             self._fail(number, str(error).splitlines()[0].removeprefix("tune: "))
             lock.__exit__(None, None, None)
             return
-        trial = TrialRun.create(self._plan.folder, number, record.keys, recipe)
+        trial = TrialRun.create(self._folder.path, number, record.keys, recipe)
         trial.lock = lock
-        self._study.set_attributes(number, run=str(trial.job.run.path), host=socket.gethostname())
-        self._active[trial.job.name] = self._status.active[number] = trial
+        self._study.set_attributes(number, run=str(trial.job.run.path))
+        self._active[name] = self._status.active[number] = trial
         if trial.is_finished():
             self._record_end(trial)
             return
@@ -163,51 +172,51 @@ class Search:
         if is_new:
             self._log(f"trial {number}: {format_keys(record.keys)}")
 
-    def _find_same_keys(self, record: TrialRecord) -> TrialRecord | None:
+    def _find_finished_twin(self, record: TrialRecord) -> TrialRecord | None:
         """Return a finished trial with the same keys: a run is determined by its recipe, so it would have the same result."""
         finished = (trial for trial in self._study.list_trials() if trial.state in ("complete", "pruned"))
         return next((trial for trial in finished if trial.keys == record.keys), None)
 
-    def _copy_result(self, number: int, same: TrialRecord) -> None:
-        self._study.set_attributes(number, same_as=same.number, run=same.attributes.get("run"))
-        for progress, value in same.curve.items():
+    def _copy_result(self, number: int, twin: TrialRecord) -> None:
+        self._study.set_attributes(number, same_as=twin.number, run=twin.attributes.get("run"))
+        for progress, value in twin.curve.items():
             self._study.report(number, progress, value)
-        if same.values is not None:
-            self._study.finish(number, same.values)
+        if twin.values is not None:
+            self._study.finish(number, twin.values)
         else:
             self._study.prune(number)
-        self._log(f"trial {number}: the same keys as trial {same.number}, whose result is taken")
-        self._update_best()
+        self._log(f"trial {number}: the same keys as trial {twin.number}, whose result is taken")
+        self._update_status()
 
     def _follow(self, child: ChildRun) -> None:
-        """Report new evaluations of a running trial, and end it if it is bad."""
+        """Report new evaluations of a running trial, and end it if the pruner says so."""
         trial = self._active[child.job.name]
-        if not trial.rows.read() or child.job.name in self._pruned:
-            return
-        if self._report(trial) and self._plan.options.pruner != "none":
+        if self._report(trial) and self._plan.options.pruner != "none" and child.job.name not in self._pruned:
             self._pruned.add(child.job.name)
             child.terminate()
 
     def _report(self, trial: TrialRun) -> bool:
-        """Report evaluations; return whether the trial should be pruned."""
-        objective, total = self._plan.objectives[0], trial.read_total_steps()
-        is_bad = False
-        for row in trial.rows.evaluations:
+        """Report evaluations that were written since the last time; return whether the trial should be pruned."""
+        objective, should_prune = self._plan.objectives[0], False
+        rows = trial.rows.read()
+        total = trial.read_total_steps() if rows else None
+        for row in rows:
             value = row.get(objective.name)
             if value is not None:
-                is_worse = self._study.report(trial.number, to_progress(row["step"], total), value)
-                is_bad = is_bad or (is_worse and row["step"] != total)  # nothing is saved by ending it at its end
-        return is_bad
+                is_behind = self._study.report(trial.number, to_progress(row["step"], total), value)
+                should_prune = should_prune or (is_behind and row["step"] != total)  # at its end nothing is saved
+        return should_prune
 
     def _finish(self, child: ChildRun, *, is_stopping: bool) -> None:
         """Record how the process of a trial ended."""
         trial = self._active[child.job.name]
-        trial.rows.read()
+        self._report(trial)
         if trial.is_finished():
             self._record_end(trial)
         elif child.job.name in self._pruned:
             self._study.set_attributes(trial.number, **self._describe_length(trial))
             self._study.prune(trial.number)
+            self._update_status()
             best = find_best_row(trial.rows.evaluations, self._plan.objectives[0])
             value = f" at {self._plan.objectives[0].name} {best[self._plan.objectives[0].name]:.4f}" if best else ""
             self._log(f"trial {trial.number}: pruned at step {trial.rows.step}{value}")
@@ -220,7 +229,7 @@ class Search:
             lines = child.read_last_lines(ERROR_LINES)
             kind = EXIT_REASONS.get(child.code)
             reason = child.describe_error()
-            self._study.set_attributes(trial.number, **self._describe_length(trial), lines=lines)
+            self._study.set_attributes(trial.number, **self._describe_length(trial), lines=lines, code=child.code)
             self._fail(trial.number, f"{kind}: {reason}" if kind is not None else reason)
             for line in lines[:-1]:
                 self._log(f"  {line}")
@@ -238,7 +247,8 @@ class Search:
             metrics = "  ".join(
                 f"{objective.name} {value:.6g}" for objective, value in zip(self._plan.objectives, values, strict=True)
             )
-            is_best = self._update_best()
+            self._update_status()
+            is_best = self._status.best is not None and self._status.best.number == trial.number
             self._log(f"trial {trial.number}: {metrics}{'  best so far' if is_best else ''}")
         self._forget(trial)
 
@@ -247,6 +257,7 @@ class Search:
 
     def _fail(self, number: int, reason: str) -> None:
         self._study.fail(number, reason)
+        self._update_status()
         self._log(f"trial {number}: failed: {reason}")
 
     def _forget(self, trial: TrialRun) -> None:
@@ -259,12 +270,9 @@ class Search:
         if trial.lock is not None:
             trial.lock.__exit__(None, None, None)
 
-    def _update_best(self) -> bool:
-        """Find the best trial; return whether it is a new one."""
-        previous = self._status.best
+    def _update_status(self) -> None:
         self._status.trials = self._study.list_trials()
         self._status.best = find_best_trial(self._status.trials, self._plan.objectives[0].mode)
-        return self._status.best is not None and (previous is None or previous.number != self._status.best.number)
 
 
 def find_best_trial(trials: list[TrialRecord], mode: str) -> TrialRecord | None:

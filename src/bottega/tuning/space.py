@@ -229,9 +229,9 @@ def _parse_text(key: str, text: str) -> Range | Choices:
 def _build_choices(key: str, values: list[Any]) -> Choices:
     if not values:
         raise UsageError(f"--space {key}: the list is empty; give several values, {EXAMPLES}")
-    duplicate = next((value for index, value in enumerate(values) if value in values[:index]), None)
-    if duplicate is not None:
-        raise UsageError(f"--space {key}: {duplicate!r} is listed twice; remove one")
+    duplicates = [value for index, value in enumerate(values) if value in values[:index]]
+    if duplicates:
+        raise UsageError(f"--space {key}: {duplicates[0]!r} is listed twice; remove one")
     return Choices(tuple(values))
 
 

@@ -38,8 +38,19 @@ DRIVERS = {"postgresql": "'psycopg[binary]'", "mysql+pymysql": "pymysql", "mysql
 ASHA_FIRST_RUNG = 300
 """When asha first compares trials, in thousandths of the run."""
 
-STORAGE_RETRIES = 8
+OVER_LIMIT = "over_limit"
+STORAGE_RETRIES = 9
 """How often an operation on a busy database is repeated, waiting twice as long each time, from 0.1 s."""
+TRANSIENT_ERRORS = (
+    "locked",
+    "already exists",
+    "unique",
+    "deadlock",
+    "connection",
+    "could not connect",
+    "server closed",
+)
+"""Texts of database errors after which an operation is repeated."""
 
 State = Literal["running", "complete", "pruned", "failed"]
 _STATES: dict[TrialState, State] = {
@@ -77,8 +88,14 @@ class TrialRecord:
     curve: dict[int, float]
     """Thousandths of the run -> value of the first objective."""
     attributes: dict[str, Any] = field(default_factory=dict)
-    """Details: run, host, reason of a failure, same_as (the trial with the same keys whose result was taken)."""
+    """Details: owner, proposed (all keys are drawn), run, step, steps, reason and lines of a failure, same_as (the trial with the
+    same keys whose result was taken), over_limit."""
     seconds: float | None = None
+
+    @property
+    def is_over_limit(self) -> bool:
+        """Whether it was created after the last one that the study may have, and so was never trained."""
+        return OVER_LIMIT in self.attributes
 
     @property
     def is_finished(self) -> bool:
@@ -124,9 +141,8 @@ def open_storage(storage: str | None, folder: Path) -> BaseStorage:
         driver = next((package for prefix, package in DRIVERS.items() if storage.startswith(prefix)), None)
         remedy = f"; pip install {driver}" if driver is not None else "; install the one that SQLAlchemy names for it"
         raise EnvironmentProblem(f"{label}: the driver of this database is not installed{remedy}") from None
-    except Exception as error:
-        reason = strip_credentials_in_text(str(error.__cause__ or error).strip().splitlines()[0])
-        raise EnvironmentProblem(f"{label}: cannot connect: {reason}") from None
+    except EnvironmentProblem as error:
+        raise EnvironmentProblem(f"{label}: cannot connect: {str(error).partition(': ')[2]}") from None
 
 
 def retry(operation: Callable[[], T]) -> T:
@@ -136,12 +152,13 @@ def retry(operation: Callable[[], T]) -> T:
     for attempt in range(STORAGE_RETRIES):
         try:
             return operation()
+        except sqlalchemy.exc.ArgumentError:
+            raise  # not a URL
         except (sqlalchemy.exc.SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
-            is_transient = any(
-                text in str(error).lower() for text in ("locked", "already exists", "unique", "deadlock")
-            )
+            is_transient = any(text in str(error).lower() for text in TRANSIENT_ERRORS)
             if not is_transient or attempt == STORAGE_RETRIES - 1:
-                raise
+                reason = strip_credentials_in_text(str(error.__cause__ or error).strip().splitlines()[0])
+                raise EnvironmentProblem(f"the storage of the study cannot be used: {reason}") from error
             time.sleep(0.1 * 2**attempt)
     raise AssertionError("unreachable")
 
@@ -209,15 +226,20 @@ class Study:
                 "another --study, or start over with --fresh"
             )
 
-    def ask(self, *, limit: int) -> TrialRecord | None:
-        """Return a new trial with its keys; None if the study has `limit` trials, of all processes together."""
-        if sum("surplus" not in trial.attributes for trial in self.list_trials()) >= limit:
+    def ask(self, *, limit: int | None = None, owner: str = "") -> TrialRecord | None:
+        """Return a new trial with its keys; None if the study has `limit` trials, of all processes together.
+
+        `owner` is the folder that its run will be in, which alone may continue it.
+        """
+        if limit is not None and sum(not trial.is_over_limit for trial in self.list_trials()) >= limit:
             return None
         trial = retry(self._study.ask)
-        num_surplus = sum("surplus" in other.attributes for other in self.list_trials() if other.number < trial.number)
-        if trial.number - num_surplus >= limit:  # another process took the last one at the same moment
-            retry(lambda: trial.set_user_attr("surplus", True))
-            retry(lambda: self._study.tell(trial.number, state=TrialState.FAIL))
+        retry(lambda: trial.set_user_attr("owner", owner))
+        earlier = [other for other in self.list_trials() if other.number < trial.number]
+        if limit is not None and sum(not other.is_over_limit for other in earlier) >= limit:
+            # Another machine took the last one at the same moment.
+            retry(lambda: trial.set_user_attr(OVER_LIMIT, True))
+            self._tell(trial.number, state=TrialState.FAIL)
             return None
         self._suggest(trial)
         return self.get_trial(trial.number)
@@ -248,16 +270,20 @@ class Study:
 
     def finish(self, number: int, values: Sequence[float]) -> None:
         """Record the values of a trial that has ended."""
-        retry(lambda: self._study.tell(number, list(values)))
+        self._tell(number, values=list(values))
 
     def prune(self, number: int) -> None:
         """Record that a trial was ended early."""
-        retry(lambda: self._study.tell(number, state=TrialState.PRUNED))
+        self._tell(number, state=TrialState.PRUNED)
 
     def fail(self, number: int, reason: str) -> None:
         """Record that a trial failed; it gets no value."""
         self.set_attributes(number, reason=reason)
-        retry(lambda: self._study.tell(number, state=TrialState.FAIL))
+        self._tell(number, state=TrialState.FAIL)
+
+    def _tell(self, number: int, *, values: list[float] | None = None, state: TrialState | None = None) -> None:
+        """End a trial; one that somebody else has ended stays as it is."""
+        retry(lambda: self._study.tell(number, values, state=state, skip_if_finished=True))
 
     def set_attributes(self, number: int, **attributes: Any) -> None:
         """Record details of a trial."""

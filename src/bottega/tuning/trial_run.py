@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from bottega.config.load import to_yaml
-from bottega.config.recipe import Recipe
+from bottega.config.recipe import Recipe, diff_recipes
 from bottega.core import checkpoint as checkpoints
+from bottega.core.callback import Progress
+from bottega.core.errors import BottegaError
 from bottega.core.rundir import Lock, RunDirectory
 from bottega.run.job_pool import Job
+from bottega.tasks.recipes import load_saved_recipe
 from bottega.tuning.study import PROGRESS_UNITS, Objective
 
 EXIT_REASONS = {3: "data", 4: "checkpoint", 5: "environment", 6: "diverged", 7: "out of memory", 8: "a rank was lost"}
@@ -53,16 +56,21 @@ class TrialRun:
         return read_environment(self.job.run).get("steps") or self.recipe.training.max_steps
 
     def is_finished(self) -> bool:
-        """Return whether the run is complete: at its last step, or stopped early by its recipe."""
+        """Return whether the run of this recipe is complete and evaluated: at its last step, or stopped early by its recipe."""
         newest = checkpoints.find_newest(self.job.run.checkpoints)
         if newest is None:
             return False
-        progress, early_stopping = checkpoints.read_progress(newest), self.recipe.training.early_stopping
-        num_waited = progress.get("notes", {}).get("early_stop", {}).get("waited", 0)
-        return bool(
-            progress["step"] >= progress["total"]
-            or (early_stopping is not None and num_waited >= early_stopping.patience)
+        try:
+            progress = Progress.from_json(checkpoints.read_progress(newest))
+            is_same_recipe = not diff_recipes(load_saved_recipe(self.job.run.recipe), self.recipe)
+        except (BottegaError, KeyError, TypeError, ValueError):
+            return False  # damaged: `train` starts from an older checkpoint, or says what is wrong
+        early_stopping = self.recipe.training.early_stopping
+        num_waited = progress.callback_states.get("early_stop", {}).get("waited", 0)
+        has_ended = progress.step >= progress.total or (
+            early_stopping is not None and num_waited >= early_stopping.patience
         )
+        return is_same_recipe and has_ended and progress.evaluated_step >= progress.step
 
     def compute_values(self, objectives: tuple[Objective, ...]) -> tuple[float, ...] | None:
         """Return the best value of the first objective and the others at the same evaluation; None without an evaluation."""
@@ -120,21 +128,21 @@ class MetricsTail:
         """The last step that was logged."""
         return max((rows[-1]["step"] for rows in (self.training, self.evaluations) if rows), default=0)
 
-    def read(self) -> bool:
-        """Read new lines; return whether there were any."""
+    def read(self) -> list[dict[str, Any]]:
+        """Read new lines; return the evaluations among them, or all if the file was rewritten."""
         try:
-            status = os.stat(self.path)
+            file = self.path.open("rb")
         except OSError:
-            return False
-        if status.st_ino != self._inode or status.st_size < self._offset:
-            self.training, self.evaluations, self._inode, self._offset = [], [], status.st_ino, 0
-        if status.st_size == self._offset:
-            return False
-        with self.path.open("rb") as file:
+            return []
+        with file:
+            status = os.fstat(file.fileno())
+            if status.st_ino != self._inode or status.st_size < self._offset:
+                self.training, self.evaluations, self._inode, self._offset = [], [], status.st_ino, 0
             file.seek(self._offset)
-            data = file.read()
+            data = file.read() if status.st_size > self._offset else b""
         data = data[: data.rfind(b"\n") + 1]
         self._offset += len(data)
+        num_read = len(self.evaluations)
         for line in data.splitlines():
             try:
                 row = json.loads(line)
@@ -142,7 +150,7 @@ class MetricsTail:
                 rows.append({**row, "step": int(row["step"])})
             except (ValueError, KeyError, TypeError):
                 continue  # a line that a killed process has cut
-        return bool(data)
+        return self.evaluations[num_read:]
 
 
 def to_progress(step: int, total: int | None) -> int:
