@@ -7,6 +7,7 @@ import random
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from bottega.core.errors import UsageError
 from bottega.core.rundir import RunDirectory, read_metrics
 from bottega.run.job_pool import Job
 from bottega.tasks.recipes import load_recipe
-from bottega.tuning.plan import StudyFailed
+from bottega.tuning.plan import StudyFailed, plan_study
 from bottega.tuning.report import format_report
 from bottega.tuning.space import parse_space
 from bottega.tuning.study import Objective, Study, open_storage
@@ -69,7 +70,7 @@ def test_files_and_summary(report: dict[str, Any]) -> None:
     assert json.loads((Path(report["folder"]) / "study.json").read_text()) == report
     text = format_report(report)
     assert "3 trials (3 complete)" in text
-    assert "--confirm 3 trains both with other seeds" in text
+    assert "--confirm 3 trains the best and the second best with other seeds" in text
 
 
 def test_the_same_call_trains_nothing_again(report: dict[str, Any], folder: Path) -> None:
@@ -183,6 +184,18 @@ def test_a_failed_trial_of_two_processes_has_the_reason_of_its_ranks(tmp_path: P
     assert caught.value.code == 6
 
 
+def test_changed_data_is_refused(report: dict[str, Any], folder: Path) -> None:
+    settings = build_settings(folder)
+    data = Path(settings["data.train.path"])
+    text = data.read_text()
+    try:
+        data.write_text("".join(text.splitlines(keepends=True)[:60]))
+        with pytest.raises(UsageError, match=r"started with another recipe or space \(data: \w+ -> \w+\)"):
+            bottega.tune("classify", settings, space=SPACE, method="random", trials=9, out=folder / "study")
+    finally:
+        data.write_text(text)
+
+
 @pytest.mark.slow
 def test_two_folders_share_a_study_in_a_database(tmp_path: Path) -> None:
     """As two machines do: neither takes over trials of the other, and none is trained twice."""
@@ -201,10 +214,11 @@ def test_two_folders_share_a_study_in_a_database(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_equal_keys_are_trained_once(tmp_path: Path) -> None:
-    report = tune(tmp_path, space={"model.dropout": [0.0, 0.5]}, trials=5, jobs=1)
+    report = tune(tmp_path, space={"model.dropout": [0.0, 0.5]}, trials=5, jobs=1)  # draws 0.0 three times, then 0.5
     copies = [trial for trial in report["trials"] if trial["same_as"] is not None]
-    assert len(copies) >= 3
-    assert len(list((tmp_path / "study" / "trials").iterdir())) == 5 - len(copies)
+    assert copies, "the third draw of two values repeats one"
+    assert len(list((tmp_path / "study" / "trials").iterdir())) == len(report["trials"]) - len(copies)
+    assert f"{len(copies)} with the keys and result of another" in format_report(report)
     for copy in copies:
         original = report["trials"][copy["same_as"]]
         assert (copy["keys"], copy["values"], copy["curve"]) == (
@@ -227,7 +241,7 @@ def test_pruned_trials_are_ended_early_and_saved(tmp_path: Path) -> None:
     assert pruned["step"] < 400
     assert (Path(pruned["run"]) / "checkpoints" / "last").exists()
     assert report["steps"]["trained"] < report["steps"]["full"]
-    assert "saved)" in format_report(report)
+    assert "pruning saved" in format_report(report)
 
 
 @pytest.mark.slow
@@ -352,6 +366,23 @@ def list_journal_trials(folder: Path) -> list[dict[str, Any]]:
         objectives=[Objective("accuracy", "max")],
     )
     return [{"number": trial.number, "state": trial.state, "values": trial.values} for trial in study.list_trials()]
+
+
+def test_recipes_of_trials_in_a_folder_with_any_name(tmp_path: Path) -> None:
+    sources = ["classify", build_settings(tmp_path)]
+    folder = tmp_path / "café 'x' \u00fc"
+    plan = plan_study(sources, [], flags={}, space=SPACE, out=folder)
+    recipe = plan.build_trial_recipe({"model.dropout": 0.2}, name="trial-00000")
+    assert recipe.output_dir == str(folder / "trials")
+
+
+def test_a_study_without_matplotlib_has_a_note(
+    report: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    again = tune(folder)
+    assert set(again["files"]) == {"recipe"}
+    assert any("plots need matplotlib" in note for note in again["notes"])
 
 
 def test_recipe_file_with_a_tune_section(tmp_path: Path) -> None:

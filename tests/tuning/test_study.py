@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("optuna")
 
-from bottega.core.errors import EnvironmentProblem, UsageError
+from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError
 from bottega.tuning.journal import LockedJournal
 from bottega.tuning.space import build_grid, parse_space
 from bottega.tuning.study import Objective, Study, open_storage
@@ -160,6 +160,22 @@ def test_a_cut_line_of_the_journal_is_removed(tmp_path: Path) -> None:
     run_trials(make_study(tmp_path), 1)
     assert len(make_study(tmp_path).list_trials()) == 3
     assert all(json.loads(line) for line in journal.read_text().splitlines())
+
+
+def test_a_damaged_line_of_the_journal_is_named(tmp_path: Path) -> None:
+    run_trials(make_study(tmp_path), 1)
+    journal = tmp_path / "journal.jsonl"
+    lines = journal.read_text().splitlines(keepends=True)
+    journal.write_text("".join([*lines[:2], "garbage\n", *lines[2:]]))
+    with pytest.raises(CheckpointError, match=r"journal.jsonl, line 3: damaged; restore the file"):
+        make_study(tmp_path)
+
+
+def test_lists_are_points_of_a_grid(tmp_path: Path) -> None:
+    dimensions = parse_space({"model.filter_sizes": [[3, 4], [3, 4, 5]]})
+    grid = build_grid(dimensions, {})
+    study = make_study(tmp_path, method="grid", dimensions=dimensions, grid=grid)
+    assert [study.ask(limit=2).keys for _ in range(2)] == grid  # type: ignore[union-attr]
 
 
 def test_a_full_disk_leaves_the_journal_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,13 @@ PrunerName = Literal["none", "median", "hyperband", "asha"]
 
 
 def _check_time(value: Any) -> Any:
-    interval = None if value is None else Interval.parse(value, allows_time=True)
+    message = f'expected a time such as "30 min" or "2 h", got {value!r}'
+    try:
+        interval = None if value is None else Interval.parse(value, allows_time=True)
+    except ValueError:
+        raise ValueError(message) from None
     if interval is not None and interval.seconds is None:
-        raise ValueError(f'expected a time such as "30 min" or "2 h", got {value!r}')
+        raise ValueError(message)
     return interval
 
 

@@ -37,6 +37,7 @@ def plot_history(report: Mapping[str, Any], path: Path) -> None:
         for trial in (trial for trial in report["trials"] if trial["state"] == "failed"):
             axes.axvline(trial["number"], color=LIGHT, linewidth=1.0, linestyle=":")
         axes.set_xlabel("trial")
+        _use_whole_numbers(axes)
         axes.set_ylabel(metric)
         figure.legend(loc="outside lower center", ncols=3)
         add_title(axes, "Trials", f"{report['study']}: {len(report['trials'])} trials, {report['method']}")
@@ -44,23 +45,25 @@ def plot_history(report: Mapping[str, Any], path: Path) -> None:
 
 def plot_parallel(report: Mapping[str, Any], path: Path) -> None:
     """Plot each complete trial as a line over its keys, coloured by its value; the best one in front."""
-    import matplotlib
-
     trials = [trial for trial in report["trials"] if trial["values"] is not None]
     keys = list(report["space"])
     scales = {key: _Scale([trial["keys"][key] for trial in trials if key in trial["keys"]]) for key in keys}
     values = [trial["values"][0] for trial in trials]
     low, high = min(values), max(values)
     is_max = report["metrics"][0]["mode"] == "max"
-    colours = matplotlib.colormaps["viridis"]
     with open_figure(path, width=max(5.2, 1.6 * (len(keys) + 1) + 1.0), height=4.2) as figure:
+        import matplotlib
+
+        colours = matplotlib.colormaps["viridis"]
         axes = figure.add_subplot()
         order = sorted(trials, key=lambda trial: trial["values"][0], reverse=not is_max)
         for position, trial in enumerate(order):
             value = trial["values"][0]
             share = (value - low) / (high - low) if high > low else 1.0
+            # A key whose condition does not hold interrupts the line.
             points = [
-                (x, scales[key].to_unit(trial["keys"][key])) for x, key in enumerate(keys) if key in trial["keys"]
+                (x, scales[key].to_unit(trial["keys"][key]) if key in trial["keys"] else math.nan)
+                for x, key in enumerate(keys)
             ]
             is_best = position == len(order) - 1
             axes.plot(
@@ -68,6 +71,7 @@ def plot_parallel(report: Mapping[str, Any], path: Path) -> None:
                 color=ORANGE if is_best else colours(share if is_max else 1 - share),
                 linewidth=2.2 if is_best else 1.0,
                 alpha=1.0 if is_best else 0.55,
+                marker=".",
             )
         for x, key in enumerate(keys):
             axes.axvline(x, color=GRID, linewidth=1.0, zorder=0)
@@ -76,7 +80,7 @@ def plot_parallel(report: Mapping[str, Any], path: Path) -> None:
         axes.axvline(len(keys), color=GRID, linewidth=1.0, zorder=0)
         for y, value in ((0.0, low), (1.0, high)):
             axes.annotate(f"{value:.4g}", (len(keys), y), (4, 0), textcoords="offset points", fontsize=7.5, va="center")
-        names = [shorten(key.rpartition(".")[2], 16) for key in keys]
+        names = [shorten(_label_key(key), 16) for key in keys]
         axes.set_xticks(range(len(keys) + 1), [*names, report["metrics"][0]["name"]])
         axes.set_yticks([])
         axes.spines[["left", "bottom"]].set_visible(False)
@@ -111,7 +115,7 @@ def plot_slices(report: Mapping[str, Any], path: Path) -> None:
             )
             scale.set_axis(axes)
             share = f"  {importances[key]:.0%}" if key in importances else ""
-            axes.set_title(f"{shorten(key.rpartition('.')[2], 18)}{share}", fontsize=9)
+            axes.set_title(f"{shorten(_label_key(key), 18)}{share}", fontsize=9)
             if index % columns == 0:
                 axes.set_ylabel(report["metrics"][0]["name"])
 
@@ -128,7 +132,7 @@ def plot_pareto(report: Mapping[str, Any], path: Path) -> None:
         axes.plot([t["values"][1] for t in front], [t["values"][0] for t in front], "o-", color=ORANGE, markersize=5.5)
         values = [trial["values"][1] for trial in trials]
         if min(values) > 0 and max(values) / min(values) > 20:
-            axes.set_xscale("log")
+            _set_log_scale(axes, "x")
         axes.set_xlabel(second["name"])
         axes.set_ylabel(first["name"])
         add_title(axes, "Pareto front", f"{len(front)} of {len(trials)} trials, which no other beats in both metrics")
@@ -161,10 +165,32 @@ def plot_population(report: Mapping[str, Any], path: Path) -> None:
         for axes, key in zip(grid[1:], keys, strict=True):
             values = [s["keys"][key] for s in report["segments"] if isinstance(s["keys"].get(key), int | float)]
             if values and min(values) > 0 and max(values) / min(values) > 20:
-                axes.set_yscale("log")
-            axes.set_ylabel(shorten(key.rpartition(".")[2], 18))
+                _set_log_scale(axes, "y")
+            axes.set_ylabel(shorten(_label_key(key), 18))
         grid[-1].set_xlabel("step")
+        _use_whole_numbers(grid[-1])
         add_title(grid[0], "Population", "each line is a member; the winner's lineage in orange")
+
+
+def _set_log_scale(axes: Any, direction: str) -> None:
+    """Make an axis logarithmic, with labels such as 0.001: matplotlib's own are TeX, which our style prints as it is."""
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    axes.set(**{f"{direction}scale": "log"})
+    axis = axes.xaxis if direction == "x" else axes.yaxis
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def _label_key(key: str) -> str:
+    *blocks, last = key.split(".")
+    return blocks[-1] if last == "name" and blocks else last
+
+
+def _use_whole_numbers(axes: Any) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 class _Scale:
@@ -204,7 +230,7 @@ class _Scale:
     def set_axis(self, axes: Any) -> None:
         """Set the scale and the ticks of an axis."""
         if self.is_log:
-            axes.set_xscale("log")
+            _set_log_scale(axes, "x")
         if not self.is_numeric:
             axes.set_xticks(range(len(self.categories)), [shorten(name, 10) for name in self.categories])
             axes.set_xlim(-0.5, len(self.categories) - 0.5)

@@ -141,7 +141,7 @@ def run_study(
     )
     console = open_console(quiet=quiet)
     with progress_bars(console) as bar:
-        check_metrics_available(plan, bar)
+        data_fingerprint = check_metrics_available(plan, bar)
     # Opened before anything is written, so that an unreachable database leaves no folder.
     database = open_storage(plan.storage, plan.folder) if plan.storage is not None else None
     if fresh and plan.folder.exists():
@@ -149,13 +149,14 @@ def run_study(
     with open_study_folder(plan.folder, study=plan.name, storage=plan.storage) as folder:
         if is_population:
             return run_population(plan, boundaries, environments, console, verify=verify)
-        return _search(
-            plan, folder, database or open_storage(None, plan.folder), environments, console, confirm=confirm
-        )
+        identity = {**plan.identity, "data": {"data": data_fingerprint}}
+        study_storage = database or open_storage(None, plan.folder)
+        return _search(plan, identity, folder, study_storage, environments, console, confirm=confirm)
 
 
 def _search(
     plan: StudyPlan,
+    identity: dict[str, Any],
     folder: StudyFolder,
     storage: BaseStorage,
     environments: list[dict[str, str]],
@@ -181,7 +182,7 @@ def _search(
         seed=plan.options.seed,
         grid=plan.grid,
         first_evaluation=plan.first_evaluation,
-        identity=plan.identity,
+        identity=identity,
     )
     with show_search(plan, console) as (log, show):
         num_finished = sum(trial.is_finished and not trial.is_over_limit for trial in study.list_trials())

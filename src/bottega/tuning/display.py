@@ -9,7 +9,7 @@ from typing import Any
 
 from bottega.terminal import escape_controls
 from bottega.tuning.plan import StudyPlan
-from bottega.tuning.search import SearchStatus, format_value
+from bottega.tuning.search import SearchStatus, format_value, label_key
 from bottega.tuning.study import TrialRecord
 from bottega.tuning.trial_run import TrialRun, find_best_row
 
@@ -54,7 +54,7 @@ def build_table(plan: StudyPlan, status: SearchStatus) -> Any:
     keys = [dimension.key for dimension in plan.dimensions]
     table.add_column("trial", justify="right")
     for key in keys:
-        table.add_column(key.rpartition(".")[2], justify="right", overflow="ellipsis", max_width=14)
+        table.add_column(label_key(key), justify="right", overflow="ellipsis", max_width=14)
     for name in ("steps", plan.objectives[0].name):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("state", no_wrap=True)

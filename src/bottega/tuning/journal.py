@@ -14,8 +14,11 @@ from typing import Any, final
 
 from optuna.storages.journal import BaseJournalBackend
 
+from bottega.core.errors import CheckpointError
 from bottega.core.saver import explain_os_error
 from bottega.storage.durable import append_locked, read_locked
+
+JOURNAL_FILE = "journal.jsonl"
 
 
 @final
@@ -36,7 +39,12 @@ class LockedJournal(BaseJournalBackend):
             if number + 1 == len(self._offsets):
                 self._offsets.append(self._offsets[number] + len(line))
             if number >= log_number_from:
-                yield json.loads(line)
+                try:
+                    yield json.loads(line)
+                except ValueError:
+                    raise CheckpointError(
+                        f"{self._path}, line {number + 1}: damaged; restore the file, or start over with --fresh"
+                    ) from None
             number += 1
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:

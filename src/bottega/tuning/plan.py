@@ -91,7 +91,7 @@ class StudyPlan:
         return {
             "recipe": json.loads(json.dumps(recipe, default=str)),
             "space": {dimension.key: str(dimension) for dimension in self.dimensions},
-            "metric": {objective.name: objective.mode for objective in self.objectives},
+            "metric": {"metric": ",".join(f"{'-' if o.mode == 'min' else ''}{o.name}" for o in self.objectives)},
             "method": self._describe_method(),
         }
 
@@ -129,7 +129,7 @@ class StudyPlan:
 def load_with(sources: Sequence[RecipeSource], overrides: Sequence[Override], keys: Mapping[str, Any]) -> Recipe:
     """Load a recipe with further keys, which replace overrides of the same key; defaults follow from the keys."""
     unchanged = [override for override in overrides if _resolve_key(override[0]) not in keys]
-    added = [(key, json.dumps(value), "tune") for key, value in keys.items()]
+    added = [(key, json.dumps(value, ensure_ascii=False), "tune") for key, value in keys.items()]
     return load_recipe(list(sources), [*unchanged, *added]).recipe
 
 
@@ -169,15 +169,18 @@ def plan_study(
     # Several processes are started for each trial, not for this command.
     one_process = recipe.distributed.model_copy(update={"processes": None})
     raise_all(find_problems(recipe.model_copy(update={"distributed": one_process})))
-    name = study or _default_name(plan)
+    name = study if study is not None else _default_name(plan)
     if "/" in name or name in ("", ".", ".."):
         raise UsageError(f"--study {name}: expected a name without /; --out sets the folder")
     grid = tuple(build_grid(dimensions, plan.base)) if options.method == "grid" else ()
     return replace(plan, name=name, folder=out or STUDIES_FOLDER / name, grid=grid, storage=storage)
 
 
-def check_metrics_available(plan: StudyPlan, report_progress: Any) -> None:
-    """Raise UsageError if the recipe has no validation data or does not measure a metric."""
+def check_metrics_available(plan: StudyPlan, report_progress: Any) -> str | None:
+    """Raise UsageError if the recipe has no validation data or does not measure a metric; return the hash of the data.
+
+    None if dependencies must be trained before the data can be read.
+    """
     from bottega.run.compose import build_training_plan
     from bottega.tasks import registry
 
@@ -185,7 +188,7 @@ def check_metrics_available(plan: StudyPlan, report_progress: Any) -> None:
         {}, name="check", evaluation__metric=plan.recipe.evaluation.metric, evaluation__mode=None
     )
     if dependencies.find_referenced_dependencies(recipe) or getattr(recipe.data, "latents", False):
-        return  # the workload cannot be opened before dependencies are trained and latents computed
+        return None  # the workload cannot be opened before dependencies are trained and latents computed
     # On the CPU: nothing is computed here, and the trials need the GPU memory.
     resolved = dependencies.resolve_references(recipe.model_copy(update={"device": "cpu"}))
     workload = registry.open_workload(resolved, progress=report_progress)
@@ -198,6 +201,7 @@ def check_metrics_available(plan: StudyPlan, report_progress: Any) -> None:
             similar = find_similar_names(objective.name, metrics)
             hint = f"did you mean {similar[0]}?" if similar else f"choose from {', '.join(metrics)}"
             raise UsageError(f"--metric {objective.name}: not measured; {hint}")
+    return workload.data.fingerprint
 
 
 def get_value(recipe: Recipe, key: str) -> Any:

@@ -28,7 +28,7 @@ from bottega.storage.durable import delete_folder, hold_lock
 from bottega.terminal import escape_controls
 from bottega.tuning.plan import StudyFailed, StudyPlan
 from bottega.tuning.space import Choices, Dimension, Range, is_active
-from bottega.tuning.study_folder import LOCKS_FOLDER
+from bottega.tuning.study_folder import LOCKS_FOLDER, STATE_FILE
 from bottega.tuning.trial_run import EXIT_REASONS, MetricsTail
 
 CHANGEABLE_KEYS = (
@@ -57,7 +57,7 @@ FACTORS = (0.8, 1.25)
 """A number is multiplied by one of these when it is perturbed."""
 RESAMPLE_PROBABILITY = 0.25
 """Probability that a key is drawn anew from its space instead of being perturbed."""
-STATE_FILE, REPLAY_FOLDER = "population.json", "replay"
+REPLAY_FOLDER = "replay"
 
 
 @dataclass(frozen=True)
@@ -313,6 +313,10 @@ class Population:
             self._plan.folder / folder / lineage[-1].name / "checkpoints" / name / "model.safetensors"
             for folder in ("trials", REPLAY_FOLDER)
         ]
+        missing = next((file for file in files if not file.is_file()), None)
+        if missing is not None:
+            self._log(f"cannot compare the weights: {missing} is missing")
+            return False
         is_same = files[0].read_bytes() == files[1].read_bytes()
         self._log("the replayed weights are " + ("the same, bit for bit" if is_same else "not the same"))
         return is_same

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -10,12 +11,13 @@ from typing import Any
 
 from bottega.config.load import to_yaml
 from bottega.core.rundir import RunDirectory
+from bottega.data.output_files import replace_non_finite
 from bottega.plots.figure import try_plot
 from bottega.plots.study import plot_history, plot_parallel, plot_pareto, plot_slices
 from bottega.terminal import escape_controls
 from bottega.tuning.plan import StudyPlan, load_with
-from bottega.tuning.search import find_best_trial, format_keys, format_value
-from bottega.tuning.study import Study, TrialRecord
+from bottega.tuning.search import find_best_trial, format_keys, format_value, label_key
+from bottega.tuning.study import PROGRESS_UNITS, Study, TrialRecord
 
 MAX_TRIALS_SHOWN = 10
 """Best trials in the printed table."""
@@ -25,7 +27,7 @@ def build_report(plan: StudyPlan, study: Study) -> dict[str, Any]:
     """Return the content of study.json."""
     trials = [trial for trial in study.list_trials() if not trial.is_over_limit]
     best = find_best_trial(trials, plan.objectives[0].mode)
-    steps = [_count_steps(trial) for trial in trials]
+    steps = [_count_steps(trial) for trial in trials if trial.state in ("complete", "pruned")]
     return {
         "study": plan.name,
         "folder": str(plan.folder),
@@ -70,8 +72,10 @@ def write_report(plan: StudyPlan, report: dict[str, Any]) -> None:
 
 
 def write_study_json(folder: RunDirectory, report: dict[str, Any]) -> None:
-    """Write study.json, which the report of a study is drawn from."""
-    folder.write(folder.path / "study.json", json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+    """Write the report to study.json."""
+    folder.write(
+        folder.path / "study.json", json.dumps(replace_non_finite(report), indent=1, ensure_ascii=False) + "\n"
+    )
 
 
 def write_best_recipe(plan: StudyPlan, report: dict[str, Any]) -> None:
@@ -104,8 +108,8 @@ def describe_lead(plan: StudyPlan, trials: list[TrialRecord], best: TrialRecord 
     median = statistics.median(trial.values[0] for trial in others if trial.values is not None)
     return (
         f"{name} {best.values[0]:.4f} is {abs(best.values[0] - second.values[0]):.4f} from the second best (trial "
-        f"{second.number}) and {abs(best.values[0] - median):.4f} from the median; the best of {len(others) + 1} is partly luck, and "
-        "one seed does not tell how much: --confirm 3 trains both with other seeds"
+        f"{second.number}) and {abs(best.values[0] - median):.4f} from the median of the others; the best of {len(others) + 1} is partly "
+        "luck, and one seed does not tell how much: --confirm 3 trains the best and the second best with other seeds"
     )
 
 
@@ -113,10 +117,12 @@ def format_report(report: dict[str, Any]) -> str:
     """Return the summary that is printed at the end."""
     counts, metrics = report["counts"], report["metrics"]
     states = ", ".join(f"{number} {state}" for state, number in counts.items() if number)
-    lines = [f"{report['folder']}: {len(report['trials'])} trials ({states})"]
+    num_trials, num_copies = len(report["trials"]), sum(trial["same_as"] is not None for trial in report["trials"])
+    copies = f"; {num_copies} with the keys and result of another" if num_copies else ""
+    lines = [f"{report['folder']}: {num_trials} trial{'s' if num_trials != 1 else ''} ({states}{copies})"]
     trained, full = report["steps"]["trained"], report["steps"]["full"]
     if counts["pruned"] and full:
-        lines.append(f"pruning trained {trained:,} of {full:,} steps ({1 - trained / full:.0%} saved)")
+        lines.append(f"trained {trained:,} of {full:,} steps; pruning saved {1 - trained / full:.0%}")
     if report["best"] is not None:
         lines += ["", *_format_trials(report), ""]
         best = report["best"]
@@ -133,7 +139,7 @@ def format_report(report: dict[str, Any]) -> str:
     if len(reasons) > 3:
         lines.append(f"and {len(reasons) - 3} more failed; study.json has the reasons")
     if "recipe" in report["files"]:
-        lines.append(f"next:  bottega train {report['files']['recipe']}")
+        lines.append(f"next:  bottega train {shlex.quote(report['files']['recipe'])}")
     lines += [f"       {path}" for name, path in report["files"].items() if name != "recipe"]
     return "\n".join(lines + report["notes"])
 
@@ -145,7 +151,7 @@ def _format_trials(report: dict[str, Any]) -> list[str]:
     complete = [trial for trial in report["trials"] if trial["values"] is not None]
     sign = -1 if metrics[0]["mode"] == "max" else 1
     ranked = sorted(complete, key=lambda trial: (sign * trial["values"][0], trial["number"]))[:MAX_TRIALS_SHOWN]
-    head = ["trial", *(key.rpartition(".")[2] for key in keys), *(metric["name"] for metric in metrics)]
+    head = ["trial", *map(label_key, keys), *(metric["name"] for metric in metrics)]
     rows = [
         [
             str(trial["number"]),
@@ -164,7 +170,7 @@ def _describe_trial(trial: TrialRecord) -> dict[str, Any]:
         "state": trial.state,
         "keys": trial.keys,
         "values": list(trial.values) if trial.values is not None else None,
-        "curve": sorted([progress / 1000, value] for progress, value in trial.curve.items()),
+        "curve": sorted([progress / PROGRESS_UNITS, value] for progress, value in trial.curve.items()),
         "step": attributes.get("step"),
         "steps": attributes.get("steps"),
         "seconds": trial.seconds,

@@ -18,6 +18,7 @@ from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
 from bottega.core.errors import EnvironmentProblem
+from bottega.tuning.space import encode_choice
 
 
 def build_sampler(method: str, *, seed: int, grid: Sequence[Mapping[str, Any]] = ()) -> BaseSampler:
@@ -106,7 +107,7 @@ class GridSampler(BaseSampler):
         # Trials beyond the limit have a number, but no point.
         earlier = [other for other in study.get_trials(deepcopy=False) if other.number < trial.number]
         index = sum("over_limit" not in other.user_attrs for other in earlier)
-        return self._grid[index % len(self._grid)][param_name]
+        return encode_choice(self._grid[index % len(self._grid)][param_name])
 
 
 class ReplayedCmaEsSampler(CmaEsSampler):

@@ -16,7 +16,7 @@ from bottega.signals import REQUEUE_EXIT_CODE, StopSignals
 from bottega.tuning.plan import StudyPlan
 from bottega.tuning.study import Study, TrialRecord
 from bottega.tuning.study_folder import StudyFolder
-from bottega.tuning.trial_run import EXIT_REASONS, TrialRun, find_best_row, get_trial_name, to_progress
+from bottega.tuning.trial_run import EXIT_REASONS, TrialRun, get_trial_name, to_progress
 
 POLL_SECONDS = 0.25
 """Seconds between two looks at the trials."""
@@ -217,8 +217,8 @@ class Search:
             self._study.set_attributes(trial.number, **self._describe_length(trial))
             self._study.prune(trial.number)
             self._update_status()
-            best = find_best_row(trial.rows.evaluations, self._plan.objectives[0])
-            value = f" at {self._plan.objectives[0].name} {best[self._plan.objectives[0].name]:.4f}" if best else ""
+            name, rows = self._plan.objectives[0].name, trial.rows.evaluations
+            value = f" with {name} {rows[-1][name]:.4f}" if rows and rows[-1].get(name) is not None else ""
             self._log(f"trial {trial.number}: pruned at step {trial.rows.step}{value}")
             self._forget(trial)
         elif is_stopping:
@@ -284,9 +284,17 @@ def find_best_trial(trials: list[TrialRecord], mode: str) -> TrialRecord | None:
 
 def format_keys(keys: dict[str, object]) -> str:
     """Return the keys of a trial in one line, by the last part of each name."""
-    return ", ".join(f"{key.rpartition('.')[2]} {format_value(value)}" for key, value in keys.items())
+    return ", ".join(f"{label_key(key)} {format_value(value)}" for key, value in keys.items())
+
+
+def label_key(key: str) -> str:
+    """Return a short name of a key: its last part, or the block of a name (`optimizer` for training.optimizer.name)."""
+    *blocks, last = key.split(".")
+    return blocks[-1] if last == "name" and blocks else last
 
 
 def format_value(value: object) -> str:
-    """Return a value with four significant digits."""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    """Return a value with four significant digits, as a recipe writes it."""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

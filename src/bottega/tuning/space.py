@@ -123,7 +123,9 @@ def parse_space(entries: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> lis
     """
     joined: dict[str, Any] = {}
     problems: list[str] = []
-    for part in [entries] if isinstance(entries, Mapping) else entries:
+    if isinstance(entries, str) or not all(isinstance(part, Mapping) for part in _as_list(entries)):
+        raise UsageError("space: expected a dict of keys and values, or a list of such dicts")
+    for part in _as_list(entries):
         for key, value in _flatten(part):
             canonical_key = next(iter(resolve_alias(str(key).strip(), 0)))
             if canonical_key in joined:
@@ -180,6 +182,20 @@ def is_active(dimension: Dimension, values: Mapping[str, Any]) -> bool:
     """Return whether the condition of a dimension holds, given the values of other keys."""
     condition = dimension.condition
     return condition is None or values.get(condition.key) in condition.values
+
+
+def _as_list(entries: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [entries] if isinstance(entries, Mapping) else list(entries)
+
+
+def encode_choice(value: Any) -> Any:
+    """Return a choice as a value that the storage accepts: lists and blocks become JSON."""
+    return f"json:{json.dumps(value, sort_keys=True)}" if isinstance(value, list | dict | tuple) else value
+
+
+def decode_choice(value: Any) -> Any:
+    """Return the choice that `encode_choice` has encoded."""
+    return json.loads(value.removeprefix("json:")) if isinstance(value, str) and value.startswith("json:") else value
 
 
 def _flatten(space: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,11 +21,12 @@ from optuna.trial import FrozenTrial, TrialState
 
 from bottega.config.credentials import strip_credentials_in_text
 from bottega.core.errors import EnvironmentProblem, UsageError
-from bottega.tuning.journal import LockedJournal
+from bottega.tuning.journal import JOURNAL_FILE, LockedJournal
 from bottega.tuning.samplers import build_sampler
-from bottega.tuning.space import Choices, Dimension, is_active
+from bottega.tuning.space import Choices, Dimension, decode_choice, encode_choice, is_active
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
+warnings.filterwarnings("ignore", module=r"optuna\.")
 
 PROGRESS_UNITS = 1000
 """Evaluations are reported at thousandths of the run, so that runs of different lengths and batch sizes can be compared."""
@@ -122,7 +124,7 @@ def build_pruner(name: str, *, first_evaluation: int) -> optuna.pruners.BasePrun
 def open_storage(storage: str | None, folder: Path) -> BaseStorage:
     """Open the storage of a study: a database by its URL, or the journal file in the folder of the study."""
     if storage is None:
-        return JournalStorage(LockedJournal(folder / "journal.jsonl"))
+        return JournalStorage(LockedJournal(folder / JOURNAL_FILE))
     if "://" not in storage:
         raise UsageError(
             f"--storage {storage}: expected a URL such as sqlite:///tune.db, postgresql://user@host/db or "
@@ -304,7 +306,9 @@ class Study:
         completed = [trial for trial in self._study.get_trials(deepcopy=False) if trial.state == TrialState.COMPLETE]
         if len(completed) < 4 or len({trial.values[0] for trial in completed}) < 2:
             return {}
-        target = None if len(self.objectives) == 1 else (lambda trial: trial.values[0])
+        # With a target, the evaluator explains low values.
+        sign = -1.0 if self.objectives[0].mode == "max" else 1.0
+        target = None if len(self.objectives) == 1 else (lambda trial: sign * trial.values[0])
         try:
             return dict(optuna.importance.get_param_importances(self._study, target=target))
         except (ValueError, RuntimeError, ZeroDivisionError):
@@ -326,16 +330,6 @@ def _suggest_value(trial: optuna.trial.Trial, dimension: Dimension) -> Any:
     if space.is_integer:
         return trial.suggest_int(dimension.key, int(space.low), int(space.high), log=space.is_log)
     return trial.suggest_float(dimension.key, space.low, space.high, log=space.is_log)
-
-
-def encode_choice(value: Any) -> Any:
-    """Return a choice as a value that the storage accepts: lists and blocks become JSON."""
-    return f"json:{json.dumps(value, sort_keys=True)}" if isinstance(value, list | dict | tuple) else value
-
-
-def decode_choice(value: Any) -> Any:
-    """Return the choice that `encode_choice` has encoded."""
-    return json.loads(value.removeprefix("json:")) if isinstance(value, str) and value.startswith("json:") else value
 
 
 def _to_record(trial: FrozenTrial) -> TrialRecord:

@@ -18,9 +18,11 @@ from bottega.core.errors import DirectoryInUse, UsageError
 from bottega.core.rundir import Lock, RunDirectory
 from bottega.storage.durable import hold_lock, rename_aside
 from bottega.terminal import print_notice
+from bottega.tuning.journal import JOURNAL_FILE
 from bottega.tuning.trial_run import get_trial_name
 
-OWNER_FILE = "owner.json"
+OWNER_FILE, STATE_FILE = "owner.json", "population.json"
+"""Files of a study: what the folder belongs to, and the state of a population."""
 LOCKS_FOLDER = "locks"
 
 
@@ -52,7 +54,7 @@ def open_study_folder(path: Path, *, study: str, storage: str | None) -> Iterato
     if path.exists() and not path.is_dir():
         raise UsageError(f"{path} is a file; choose another --study or --out")
     (path / LOCKS_FOLDER).mkdir(parents=True, exist_ok=True)
-    location = strip_credentials_in_text(storage) if storage is not None else "journal.jsonl"
+    location = strip_credentials_in_text(storage) if storage is not None else JOURNAL_FILE
     with hold_lock(path / LOCKS_FOLDER / "study", shared=True):
         file = path / OWNER_FILE
         with hold_lock(path / LOCKS_FOLDER / "ask"):
@@ -70,6 +72,11 @@ def open_study_folder(path: Path, *, study: str, storage: str | None) -> Iterato
                     f"{path} has the study {fields.get('study')} in {fields.get('storage')}, not {study} in {location}; "
                     "choose another --out, or start over with --fresh"
                 )
+        has_trials = (path / "trials").is_dir() and any((path / "trials").iterdir())
+        if storage is None and has_trials and not any((path / name).exists() for name in (JOURNAL_FILE, STATE_FILE)):
+            raise UsageError(
+                f"{path / JOURNAL_FILE} is missing, but there are trials; restore it, or start over with --fresh"
+            )
         yield StudyFolder(path, owner)
 
 
