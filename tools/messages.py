@@ -81,7 +81,7 @@ def _texts(kind: str, call: ast.Call) -> Iterator[tuple[int, str, str]]:
 
 
 def _text(kind: str, node: ast.expr) -> Iterator[tuple[int, str, str]]:
-    """Yield the template of a string, an f-string, or strings joined or chosen between; a single word is not a message."""
+    """Yield (line, kind, template) of a string, an f-string, strings joined by + or both branches of a conditional; skip single words."""
     if isinstance(node, ast.IfExp):
         yield from _text(kind, node.body)
         yield from _text(kind, node.orelse)

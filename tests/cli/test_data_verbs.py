@@ -58,6 +58,7 @@ def test_note_suggests_a_test_split_only_where_there_is_one(rows: Path, tmp_path
     alone = {**settings, "data.train.path": str(folder / "train.jsonl")}
     assert bottega.prepare("classify", alone).folder == prepared.folder
     assert bottega.prepare("classify", alone).notes() == []
+    # Other splits beside the validation data are not suggested, only those beside the training data.
     with_validation = {**alone, "data.validation": {"path": str(folder)}}
     assert bottega.prepare("classify", with_validation).notes() == []
 
@@ -72,17 +73,23 @@ def test_data_reports_duplicates_within_and_across_splits(rows: Path, capsys: py
     assert held_out["duplicates"]["train and validation"] == 61
 
 
-def test_contact_sheet_of_bucketed_images_and_video(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bucketed_images_have_a_contact_sheet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for n in range(6):
         Image.new("RGB", ((16, 16), (24, 12))[n % 2], (40 * n, 0, 0)).save(tmp_path / f"{n}.png")
     arguments = ["data", tmp_path, "data.image_size=16", "data.buckets=3", "--out", tmp_path / "report"]
     [sheet] = run_json(capsys, *arguments)["pictures"]
     with Image.open(sheet) as image:
-        assert image.width > 16
+        assert image.width >= 2 * 16, "a sheet has several images side by side"
+
+
+def test_video_has_a_contact_sheet_of_frames(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     frames = np.zeros((3, 5, 8, 8, 3), np.uint8)
     np.savez(tmp_path / "clips.npz", video=frames, fps=np.full(3, 8.0))
     report = run_json(capsys, "data", tmp_path / "clips.npz", "--out", tmp_path / "report")
     assert (report["task"], report["lengths"]["train"]["max"]) == ("video", 5)
+    [sheet] = report["pictures"]
+    with Image.open(sheet) as image:
+        assert image.width >= 2 * 8, "a sheet has several frames side by side"
 
 
 def test_prepare_from_python(rows: Path) -> None:

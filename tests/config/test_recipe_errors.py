@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
+from bottega.config.error_messages import format_shape_error
 from bottega.config.flags import Override
 from bottega.core.errors import UsageError
+from bottega.models.experts.config import ExpertsShape
 from bottega.tasks.recipes import check_recipe, load_recipe, parse_overrides
 
 
@@ -114,6 +118,7 @@ def test_message_shows_the_key_as_typed(tmp_path: Path) -> None:
             ("training.scheduler.warmup_steps", "training.warmup_steps"),
         ),
         ("fp16: true\n  bf16: true", ("training.bf16", "training.fp16")),
+        # Equal numbers conflict, because save_frequency counts epochs in a run of epochs.
         ("save_frequency: 5\n  save_steps: 5", ("training.save_steps", "training.save_frequency")),
     ],
 )
@@ -123,7 +128,7 @@ def test_conflicting_aliases_are_refused(lines: str, keys: tuple[str, str], tmp_
     assert problems[0].startswith(f"recipe.yaml:3: {keys[0]}: conflicts with {keys[1]} at recipe.yaml:2")
 
 
-def test_equal_aliases_are_accepted() -> None:
+def test_consistent_aliases_are_accepted() -> None:
     training: dict[str, Any] = {"batch_size": 6, "train_batch_size": 6, "fp16": False, "bf16": True}
     recipe = check_recipe([{"training": training}]).recipe
     assert (recipe.training.batch_size, recipe.training.mixed_precision) == (6, "bf16")
@@ -234,3 +239,16 @@ def test_invalid_data_option_is_the_only_problem_reported(tmp_path: Path) -> Non
         load_recipe(sources, overrides)
     assert str(caught.value).count("\n") == 0
     assert "latn-1" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"top_k": "many"}, "model.experts_per_token: Input should be a valid integer, .*, got 'many'"),
+        ({"top_k": 9}, "model.experts_per_token 9 is more than num_experts 4; lower experts_per_token to 4"),
+    ],
+)
+def test_shape_errors_name_the_recipe_key(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        ExpertsShape(**{"hidden_size": 8, "expert_size": 8, "num_experts": 4, **fields})
+    assert re.match(message, format_shape_error(caught.value, keys_by_field={"top_k": "experts_per_token"}))

@@ -260,8 +260,12 @@ def test_disk_space_check_refuses_or_warns_before_training(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: real._replace(free=1000))
     with pytest.raises(EnvironmentProblem, match="1,000 bytes are free"):
         check_disk_space(tmp_path, size=501, keep=1)
+    # keep + 1 must fit, since a new checkpoint is written before the old one is deleted.
     check_disk_space(tmp_path, size=300, keep=3)
-    assert "lower checkpoint.keep" in capsys.readouterr().err
+    assert capsys.readouterr().err == (
+        "bottega: checkpoint.keep=3 needs 1,200 bytes (one more checkpoint while replacing), 1,000 are available; "
+        "lower checkpoint.keep\n"
+    )
     check_disk_space(tmp_path, size=100, keep=3)
     assert capsys.readouterr().err == ""
     # Older checkpoints will be deleted to make room, but not for the first save.

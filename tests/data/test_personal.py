@@ -224,7 +224,7 @@ def test_a_history_item_may_have_no_image(tmp_path: Path) -> None:
     row["history"][0]["image"] = None
     rows = PersonalRows(prepare_records(write_records(tmp_path, [row])), "train")
     assert rows.table.row("history", 0).tolist()[0] == -1
-    with pytest.raises(DataError, match="has no prepared image"):
+    with pytest.raises(DataError, match="has no image in the prepared data; add an image to its record"):
         rows.image(rows.record(0).history[0])
 
 

@@ -135,6 +135,9 @@ def test_auto_halves_the_micro_batch_when_host_allocation_fails() -> None:
     fixed = engine(training(micro_batch_size=8), task=HostOutOfMemory(fits=3), micro=8)
     with pytest.raises(OutOfMemory, match=r"a micro-batch of 8; lower training\.micro_batch_size or set it to auto"):
         fixed.train_step(0, loader(of=fixed).batch(0))
+    # With several processes auto cannot halve in the middle of a step.
+    with pytest.raises(OutOfMemory, match=r"a micro-batch of 8; set training\.micro_batch_size to 4 or less"):
+        micro_batches.halve_micro_batch(full, 8, MemoryError(), is_allowed=False)
 
 
 def test_auto_measures_one_example_to_size_the_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:

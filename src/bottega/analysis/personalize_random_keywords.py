@@ -42,7 +42,10 @@ def is_small_model(folder: Path) -> bool:
 def generate_keywords(
     workload: PersonalizeWorkload, folder: Path, records: Sequence[Record], *, cache: Path
 ) -> list[tuple[str, ...]]:
-    """Return the keywords that the language model in `folder` generates from the run's prompts, without cached ones."""
+    """Return the keywords that the language model in `folder` generates for each record from the run's prompts.
+
+    They are cached in `cache`; the keywords saved with the run are not used.
+    """
     from bottega.models.device import choose_device
     from bottega.models.frozen.language import load_language_model
     from bottega.tasks.personalize.keywords import KeywordGenerator

@@ -145,7 +145,7 @@ def _list_additions(recipe: Recipe) -> list[str]:
     split = recipe.data.split
     if split is not None and split.folds is not None:
         lines.append(
-            f"data.split: fold {split.fold} of {split.folds} is held out; bottega crossval trains each of them"
+            f"data.split: fold {split.fold} of {split.folds} is held out; bottega crossval trains one model per fold"
         )
     return lines
 

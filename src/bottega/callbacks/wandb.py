@@ -88,7 +88,7 @@ class WandB(Callback):
         samples = {}
         for suffix, make in makers.items():
             for path in find_media(folder, suffix):
-                # A damaged image, or a missing Pillow, must not cost the metrics.
+                # A damaged image or a missing Pillow must not end the run; the file is left out.
                 with suppress(Exception):
                     samples[path.name] = make(str(path))
         if samples:

@@ -176,6 +176,22 @@ def _parse_choices(detail: Any) -> list[str]:
     return [choice.strip("'") for choice in re.split(r", | or ", detail["ctx"]["expected"])]
 
 
+def format_shape_error(error: ValidationError, *, keys_by_field: Mapping[str, str] | None = None) -> str:
+    """Return the first problem of a model's shape with its recipe key, as "model.KEY: message".
+
+    `keys_by_field` has the fields of the shape whose recipe keys have other names. The message of a validator of the whole
+    shape has no location; it begins with the name of a field.
+    """
+    detail, keys_by_field = error.errors()[0], keys_by_field or {}
+    message = detail["msg"].removeprefix("Value error, ")
+    for field, key in keys_by_field.items():
+        message = re.sub(rf"\b{field}\b", key, message)
+    if not detail["loc"]:
+        return f"model.{message}"
+    field = ".".join(map(str, detail["loc"]))
+    return f"model.{keys_by_field.get(field, field)}: {message}, got {format_value(detail['input'])}"
+
+
 def _describe_single_error(detail: Any) -> str:
     if detail["type"] == "missing":
         return "missing"

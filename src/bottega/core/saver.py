@@ -156,18 +156,18 @@ def explain_os_error(error: OSError, path: Path, needed_bytes: int = 0) -> Botte
 
 
 def check_disk_space(folder: Path, *, size: int, keep: int) -> None:
-    """Raise if two checkpoints of `size` bytes do not fit on the disk; warn if `keep` of them do not."""
+    """Raise if two checkpoints of `size` bytes do not fit on the disk; warn if `keep` + 1 of them do not."""
     free = shutil.disk_usage(folder).free
     # Checkpoints from before a resume are deleted as new ones are saved, so their bytes count as free.
-    existing_bytes = sum(
-        path.stat().st_size for step in checkpoint.list_step_folders(folder) for path in step.iterdir()
-    )
-    if size > free or size * 2 > free + existing_bytes:
+    files = (file for step in checkpoint.list_step_folders(folder) for file in step.iterdir())
+    available = free + sum(file.stat().st_size for file in files)
+    if size > free or size * 2 > available:
         raise EnvironmentProblem(
             f"cannot write {folder}: replacing a checkpoint needs {2 * size:,} bytes, {free:,} bytes are free; free some "
             "space, or choose another output_dir"
         )
-    if size * (keep + 1) > free + existing_bytes:
+    if size * (keep + 1) > available:
         print_notice(
-            f"bottega: {keep} checkpoints of {size:,} bytes do not fit in the {free:,} bytes free; lower checkpoint.keep"
+            f"bottega: checkpoint.keep={keep} needs {(keep + 1) * size:,} bytes (one more checkpoint while replacing), "
+            f"{available:,} are available; lower checkpoint.keep"
         )

@@ -215,6 +215,15 @@ def test_json_lines_with_media_are_a_folder_of_images(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("value", [1 << 63, np.array([1 << 63], np.uint64), "a\ud800"])
+def test_value_that_tfrecord_cannot_store_is_refused_with_the_reason(value: Any, tmp_path: Path) -> None:
+    message = (
+        r"field 'x' cannot be stored in a TFRecord \(.+\); integers must fit in 64 bits and text must be valid Unicode$"
+    )
+    with pytest.raises(DataError, match=message):
+        write_records(build_records({"x": value}), tmp_path / "out", to="tfrecord")
+
+
 names = st.text(st.characters(codec="utf-8", categories=("L", "N")), min_size=1, max_size=8).map(str.lower)
 texts = st.text(st.characters(codec="utf-8", exclude_categories=("C",)), max_size=30)
 numbers = st.integers(-(2**63), 2**63 - 1)

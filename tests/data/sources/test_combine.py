@@ -100,9 +100,8 @@ def test_sources_with_incompatible_rows_are_named(other: RecordingSource, messag
     concat = Concat([RecordingSource(0, 4), other], names=["a", "b"])
     with pytest.raises(DataError, match=message):
         concat.check()
-    if len(other.more.get("label", [0])) == 1:
-        with pytest.raises(DataError, match=message):
-            concat.rows(np.array([1, 5]), np.zeros(2, np.int64))
+    with pytest.raises(DataError, match=message):
+        concat.rows(np.array([1, 5]), np.zeros(2, np.int64))
 
 
 class PaddedSource(RecordingSource):
@@ -193,7 +192,7 @@ def test_single_source_is_returned_unchanged() -> None:
     assert first.fingerprint == Take(only, 7).fingerprint
 
 
-def test_concatenated_sources_appear_once_per_epoch() -> None:
+def test_concatenation_follows_repeat_and_limit_of_each_source() -> None:
     options = make_options(3, repeat=[2, None, None], limit=[None, 5, None])
     source, order = combine_sources(list(zip(SOURCES, options, strict=True)), make_data(), seed=0)
     assert order is None
@@ -230,6 +229,7 @@ def test_replay_has_its_fraction_of_any_mixture(mixture: str | None, limit: int 
     assert num_samples[3] == 300
     if mixture == "weighted":
         assert num_samples[:3] == [900, 900, 900]
+        # The limit of 40 is divided by weight: 13 of each source; replay is not limited.
         assert len(source) == (8 + 3 * 13 if limit else 108)
     else:
         ratios = [30, 10, 0] if limit else [30, 20, 50]

@@ -190,7 +190,7 @@ def test_video_is_causal(tmp_path: Path) -> None:
         (
             small_media.write_videos,
             {"data.input": "video", "data.num_frames": 4, "model.temporal_downsample": 8},
-            r"model: temporal_downsample 8 must be a power of two up to 2",
+            r"^model\.temporal_downsample 8 must be a power of two up to 2",
         ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -124,6 +124,7 @@ def test_padding_does_not_change_firing_rates() -> None:
 
 
 def build_spiking_models(task: Language) -> dict[str, Any]:
+    """Build models in whose routers, of 32 units each, 3 units never fire and 2 always fire."""
     models = build_models(task, 0)
     with torch.no_grad():
         for name, parameter in models["model"].named_parameters():
@@ -278,7 +279,7 @@ def test_two_rows_are_overfitted(name: str) -> None:
 
 
 def test_call_recorder_preserves_expert_losses() -> None:
-    """Distillation reads logits where the task computes the loss."""
+    """The recorder provides logits for distillation although the model returns only the token loss; the task's losses must stay the same."""
     task, batch = build_task(), host_batch()
     models = build_skewed_models(task)
     recorder = CallRecorder(models["model"], computes_token_loss=True)
@@ -319,7 +320,7 @@ def test_a_row_does_not_depend_on_its_batch(model: Transformer, temperature: flo
     assert generate_rows(model, [PROMPTS[0], [7] * 12, [1, 2]], **settings)[0] == batched[0]
 
 
-def test_a_prompt_longer_than_the_context_is_truncated_with_attention(model: Transformer) -> None:
+def test_only_models_with_attention_truncate_a_prompt_longer_than_the_context(model: Transformer) -> None:
     prompt = list(np.random.default_rng(0).integers(0, V, 3 * CONTEXT))
     prompt = list(map(int, prompt))
     truncated = prompt[-CONTEXT:] if model.shape.has_attention else prompt
@@ -337,4 +338,4 @@ def test_a_stopped_row_does_not_change_the_others(model: Transformer) -> None:
     stopped = generate_rows(model, PROMPTS, max_new_tokens=20, temperature=1.0, seed=3, stop_token=stop)
     for before, after in zip(free, stopped, strict=True):
         end = before.index(stop) + 1 if stop in before else len(before)
-        assert after[:end] == before[: min(end, len(after))]
+        assert after[:end] == before[:end]

@@ -20,6 +20,7 @@ from bottega.core.trainer import evaluate
 from bottega.data.loading.loader import iter_eval_batches
 from bottega.engines.torch.engine import TorchEngine
 from bottega.tasks.multitask.config import MultitaskRecipe
+from bottega.tasks.multitask.sampler import select_part
 from bottega.tasks.recipes import load_recipe
 from small_media import image
 from small_run import differing_tensors, read_tensors
@@ -95,6 +96,13 @@ def test_parts_generate_predict_and_export(run: Path, tmp_path: Path, capsys: An
     assert model.config.hidden_size == 16
     exported = load_file(folder / "topics" / "model.safetensors")
     assert exported["embedding.weight"].tobytes() == model.model.embed_tokens.weight.detach().numpy().tobytes()
+
+
+@pytest.mark.parametrize("name", [None, "topics"])
+def test_run_without_a_capable_part_says_only_that(run: Path, name: str | None) -> None:
+    parts = bottega.load(run).workload.parts
+    with pytest.raises(UsageError, match=r"^no part of this run can generate$"):
+        select_part(parts, name, is_able=lambda part: False, verb="generate")
 
 
 def test_a_step_can_be_replayed(run: Path) -> None:

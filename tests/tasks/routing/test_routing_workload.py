@@ -235,7 +235,7 @@ def test_invalid_model_settings_are_refused_by_key(changes: dict[str, Any], mess
             2,
         ),
         (("label",), {}, "rows.npz: its rows have no labels", 3),
-        ((), {"model.trunk": "state_space", "model.ssm_head_size": 7}, "head_size 7 does not divide", 2),
+        ((), {"model.trunk": "state_space", "model.ssm_head_size": 7}, "model.ssm_head_size 7 does not divide", 2),
     ],
 )
 def test_data_that_does_not_fit_the_model_is_refused(

@@ -154,6 +154,7 @@ SKIPPED_KEYS = SkippedKeys(
         ),
         **dict.fromkeys(("hub_revision", "push_to_hub_model_id", "push_to_hub_organization"), _NO_UPLOADS),
         **dict.fromkeys(("hub_token", "push_to_hub_token"), "put secrets into environment variables"),
+        # These four are mapped above if true; reached only if false.
         **dict.fromkeys(("use_cpu", "no_cuda", "use_mps_device"), "set device"),
         "auto_find_batch_size": "training.micro_batch_size: auto finds what fits",
         "lr_scheduler_kwargs": "not a setting of training.scheduler",

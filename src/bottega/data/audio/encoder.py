@@ -111,7 +111,8 @@ def _read_content(record: Record, field: str | None) -> tuple[Any, Any]:
     value = fields[_find_audio_field(record, field)]
     if isinstance(value, Mapping):
         # The audio column of a Hugging Face dataset. Its path is not followed: it could name any file of this machine.
-        fields, value = value, value.get("bytes") if value.get("bytes") is not None else value.get("array")
+        fields = value
+        value = fields.get("bytes") if fields.get("bytes") is not None else fields.get("array")
         if value is None:
             raise Unreadable(f"the audio field has neither bytes nor array, only {', '.join(fields) or 'none'}")
     if isinstance(value, bytearray | memoryview):
@@ -129,7 +130,7 @@ def _to_samples(value: Any) -> np.ndarray:
     if array.ndim not in (1, 2) or array.size == 0 or (array.dtype.kind != "f" and type_code not in FULL_SCALE):
         raise Unreadable(
             f"an array of {array.dtype} with shape {array.shape} is not audio; expected floats from -1 to 1, int16, int32 or uint8, "
-            "of shape (samples,) or (samples, channels)"
+            "of shape (samples,), (samples, channels) or (channels, samples)"
         )
     if type_code in FULL_SCALE:
         array = (array.astype(np.float64) - (128 if type_code == "u1" else 0)) / FULL_SCALE[type_code]
@@ -143,10 +144,13 @@ def _to_samples(value: Any) -> np.ndarray:
 
 def _parse_sample_rate(value: Any) -> int:
     """Return the sample rate in hertz from a number or an array with one; raise `Unreadable` for other values."""
-    values = np.asarray(value).reshape(-1)
-    if values.dtype.kind not in "iuf" or len(values) != 1 or float(values[0]) not in decode.VALID_SAMPLE_RATES:
+    if value is None:
+        raise Unreadable("an array of samples needs its sample rate in hertz, in a field such as sample_rate")
+    values, valid_rates = np.asarray(value).reshape(-1), decode.VALID_SAMPLE_RATES
+    if values.dtype.kind not in "iuf" or len(values) != 1 or float(values[0]) not in valid_rates:
         raise Unreadable(
-            f"an array of samples needs its sample rate in hertz in a field such as sample_rate; got {value!r}"
+            f"the sample rate is {value!r}; it must be a whole number of hertz between {valid_rates.start:,} and "
+            f"{valid_rates.stop - 1:,}"
         )
     return int(values[0])
 
@@ -159,8 +163,8 @@ def compute_resampled_length(num_samples: int, *, rate: int, to: int) -> int:
 def resample_audio(audio: np.ndarray, *, rate: int, to: int) -> np.ndarray:
     """Resample `(samples,)` or `(samples, channels)` from `rate` to `to` hertz, as float32 of `compute_resampled_length` samples.
 
-    Uses the quality HQ of soxr: flat up to 0.92 of the lower Nyquist frequency, and 130 dB of attenuation above it (measured from 48 to
-    16 kHz). Equal rates return the input itself.
+    Uses the quality HQ of soxr: flat up to 0.92 of the lower Nyquist frequency, and 130 dB of attenuation above that
+    Nyquist frequency (measured from 48 to 16 kHz). Equal rates return the input itself.
     """
     audio = audio.astype(np.float32, copy=False)
     if rate == to:

@@ -69,7 +69,10 @@ def encode_example(record: Record) -> bytes:
             for field, feature in _encode_features(name, value, record):
                 entries.append(_encode_field(1, _encode_field(1, field.encode()) + _encode_field(2, feature)))
         except (UnicodeEncodeError, OverflowError) as error:
-            raise DataError(f"{record.where}: field {name!r}: {error}") from error
+            raise DataError(
+                f"{record.where}: field {name!r} cannot be stored in a TFRecord ({error}); integers must fit in 64 bits and "
+                "text must be valid Unicode"
+            ) from error
     return _encode_field(1, b"".join(entries))
 
 

@@ -34,6 +34,7 @@ def fit_micro_batch(engine: TorchEngine, step: int, batch: Batch, counts: Mappin
 
     `batch` is on the device and has `size` examples, those of this rank; `counts` are those of the global batch.
     """
+    # Not with compile: the measurement would compile the model for a single example, and the step again for its size.
     if engine.device.type == "cpu" and engine.training.compile is not True:
         _fit_on_cpu(engine, step, batch, counts, size)
     if engine.world_size > 1:
@@ -62,7 +63,7 @@ def _fit_on_cpu(engine: TorchEngine, step: int, batch: Batch, counts: Mapping[st
         if not is_out_of_memory(error):
             raise
         _clear_gradients(engine)
-        _halve(engine, 1, error)
+        _halve(engine, 1, error)  # raises OutOfMemory, since one example cannot be halved
     _clear_gradients(engine)
     free, micro_batch_size = get_available_memory(), size
     while micro_batch_size > 1 and engine.any_rank(
@@ -99,8 +100,10 @@ def _fit_on_all_ranks(engine: TorchEngine, step: int, batch: Batch, counts: Mapp
 
 def _halve(engine: TorchEngine, micro_batch_size: int, error: BaseException | None, *, is_allowed: bool = True) -> None:
     if micro_batch_size == 1 or not is_allowed:
-        is_auto = engine.training.micro_batch_size == "auto"
-        advice = "lower training.micro_batch_size" + ("" if is_auto else " or set it to auto")
+        if engine.training.micro_batch_size == "auto":
+            advice = f"set training.micro_batch_size to {micro_batch_size // 2} or less"
+        else:
+            advice = "lower training.micro_batch_size or set it to auto"
         hint = advice if micro_batch_size > 1 else "use a smaller model or shorter samples"
         raise OutOfMemory(
             f"out of memory on {engine.device} with a micro-batch of {micro_batch_size}; {hint}"

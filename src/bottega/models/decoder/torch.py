@@ -226,8 +226,8 @@ class Transformer(nn.Module):
         """Return hidden states (B, T, D) after the final norm.
 
         `cache` holds the earlier tokens and is updated in place. `position` is the position of the first token: one for all
-        rows, or one per row. `lengths` are the numbers of tokens of the rows without padding on the right; the cache then
-        holds the state after each row's last token.
+        rows, or one per row. `lengths` are the numbers of tokens of each row, not counting the padding on its right; the
+        cache then holds the state after the last token that is not padding.
         """
         sequence = self._build_sequence_context(
             tokens, documents=documents, cache=cache, position=position, lengths=lengths
@@ -294,7 +294,7 @@ class Transformer(nn.Module):
         token_mask: Tensor | None = None,
     ) -> SequenceContext:
         assert documents is None or cache is None, "documents are for training, a cache is for generation"
-        # Fields that no layer uses stay None, so that plain transformers compile to the same graph.
+        # Fields that no layer uses stay None: if they varied, a plain transformer would be compiled again.
         fields: dict[str, Any] = {"token_mask": token_mask if self.shape.experts is not None else None}
         if self.shape.has_ssm:
             fields["documents"] = documents

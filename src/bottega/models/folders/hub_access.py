@@ -23,7 +23,10 @@ PROXY_VARIABLES = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "AL
 
 @contextmanager
 def offline_if_hub_unreachable() -> Iterator[str | None]:
-    """Set the libraries to offline mode while the hub is unreachable; yield the reason, or None if it is reachable."""
+    """Set huggingface_hub and datasets to offline mode within the context if the hub is unreachable.
+
+    Yields the reason, or None if the hub is reachable or offline mode was already set.
+    """
     from huggingface_hub import constants
 
     reason = None if constants.HF_HUB_OFFLINE else _find_unreachable_reason(constants.ENDPOINT, _read_proxies())
@@ -63,6 +66,7 @@ def _find_unreachable_reason(endpoint: str, proxies: tuple[str, ...]) -> str | N
     via_proxy = f" through {strip_credentials_in_text(proxies[0])}" if proxies else ""
     if not outcome:
         return f"{endpoint}{via_proxy} did not answer within {ANSWER_SECONDS:g} s"
+    # Compared by name, because the library uses requests or httpx, depending on its version.
     class_names = {base.__name__ for base in type(outcome[0]).__mro__}
     if class_names & {"TimeoutException", "Timeout", "TimeoutError"}:
         return f"{endpoint}{via_proxy} did not answer within {ANSWER_SECONDS:g} s"

@@ -68,7 +68,7 @@ class TextClassifier(nn.Module):
         return x.float().sum(1) / mask.sum(1, keepdim=True).clamp(min=1)
 
     def compile_blocks(self) -> None:
-        """Compile the training forward of the blocks, once for all and for dynamic lengths."""
+        """Compile the training forward of the blocks; all blocks share one compiled function, which accepts any length."""
         compiled = torch.compile(Block.compute, fullgraph=True, dynamic=True)
         for block in self.layers:
             assert isinstance(block, Block)

@@ -1,4 +1,7 @@
-"""The tasks `image_vae` and `image_tokens`: autoencoders whose latents or codes a generator learns."""
+"""The tasks `image_vae` and `image_tokens`: autoencoders whose latents or codes a generator learns.
+
+Despite their names they also take other media, as data.input selects: `image_vae` audio and video, `image_tokens` audio.
+"""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from bottega.config.error_messages import format_shape_error
 from bottega.config.recipe import Recipe
 from bottega.core.errors import UsageError
 from bottega.core.types import Models
@@ -197,7 +198,7 @@ def _build_shape(recipe: TokensRecipe, grid: list[int], channels: int) -> CodesS
             codebook_size=None if is_fsq else model.codebook_size,
         )
     except ValidationError as error:
-        raise UsageError(f"model.{error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
+        raise UsageError(format_shape_error(error)) from None
 
 
 def _read_metadata(processor: Path) -> TokensMetadata:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from bottega.config.error_messages import format_shape_error
 from bottega.config.recipe import Recipe
 from bottega.core.errors import UsageError
 from bottega.core.types import Models
@@ -246,7 +247,7 @@ def _build_metadata(
             **shape_options,
         )
     except ValidationError as error:
-        raise UsageError(f"model: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
+        raise UsageError(format_shape_error(error)) from None
     shape.latent_grid(grid)  # raises if a side of the data does not fit
     return VaeMetadata(shape=shape, grid=grid, fps=fps)
 

@@ -14,6 +14,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from safetensors.torch import save_file
 
+from bottega.config.error_messages import format_shape_error
 from bottega.core.errors import DataError, UsageError
 from bottega.core.types import Models
 from bottega.data.prepare.prepared import PreparedData
@@ -301,11 +302,7 @@ def resolve_text_classifier_shape(
     try:
         return EncoderShape(**common, **sizes) if model.kind == "transformer" else KimShape(**common, **sizes)
     except ValidationError as error:
-        problem = error.errors()[0]
-        location = ".".join(map(str, problem["loc"]))
-        raise UsageError(
-            f"model{'.' + location if location else ''}: {problem['msg'].removeprefix('Value error, ')}"
-        ) from None
+        raise UsageError(format_shape_error(error)) from None
 
 
 def _read_shape(processor_folder: Path) -> TextClassifierShape:

@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from bottega.config.error_messages import format_shape_error
 from bottega.core.errors import UsageError
 from bottega.models.generator.config import CodeGeneratorShape, ConditionShape, DiTShape, GeneratorShape, UNetShape
 from bottega.models.unet import condition_vector_size, resolve_unet_shape
@@ -59,7 +60,7 @@ def build_shape(
             attention: Any = getattr(model, "attention", "full")
             backbone = DiTShape(**common, patch=patch, attention=attention, dropout=model.dropout or 0.0)
     except ValidationError as error:
-        raise UsageError(f"model.{error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
+        raise UsageError(format_shape_error(error)) from None
     return GeneratorShape(backbone=backbone, condition=condition)
 
 

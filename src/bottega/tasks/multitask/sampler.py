@@ -61,7 +61,9 @@ def select_part(
         return candidates[0]
     if name in candidates:
         return name
-    choices = f"choose --part {' or '.join(candidates)}" if candidates else "no part of this run can"
+    if not candidates:
+        raise UsageError(f"no part of this run can {verb}")
+    choices = f"choose --part {' or '.join(candidates)}"
     if name is None:
         raise UsageError(f"--part is needed to {verb}; {choices}")
     if name not in parts:
@@ -70,4 +72,4 @@ def select_part(
 
 
 def _can_generate(part: Workload) -> bool:
-    return part.sampler.example_flags() is not None
+    return part.sampler.example_flags() is not None  # None means that it cannot generate

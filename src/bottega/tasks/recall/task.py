@@ -80,7 +80,7 @@ class Recall(Task):
         return {}
 
     def select_update_rows(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the rows of each example that `update` needs."""
+        """Return what `update` needs of each example, by the names in `update_inputs`; arrays of (batch, ...)."""
         return {}
 
 
@@ -103,7 +103,7 @@ class RecallStreams(Recall):
         return scores
 
     def compute_evaluation_sums(self, is_correct: Tensor, is_query: Tensor) -> Sums:
-        """Return the accuracy by the number of segments between a fact and its query."""
+        """Return the accuracy, as (correct, total), by the distance in segments of a query from the first, which states the facts."""
         correct, total = is_correct.sum((0, 2)), is_query.sum((0, 2))
         return {f"distance_{d}/{ACCURACY}": (correct[d], total[d]) for d in range(1, len(total))}
 
@@ -139,13 +139,17 @@ class RecallFacts(Recall):
         return {"stated": batch["stated"], "queried": batch["queried"]}
 
     def update(self, tensors: Mapping[str, Array], batch_stats: Mapping[str, Array], rng: Noise) -> Mapping[str, Array]:
-        """Return the memory after a step: record the uses of queried entries, store stated facts, then consolidate."""
+        """Return the memory after a step: record the uses of queried entries, store stated facts, then consolidate.
+
+        `batch_stats` holds the rows named in `update_inputs`, of the global batch.
+        """
         if self.memory is None:
             return {}
         codes, shape, step = tensors["codes"], self.memory, rng.step
         memory = memories.unflatten_memory(
             {name.removeprefix(MEMORY_PREFIX): t for name, t in tensors.items() if name.startswith(MEMORY_PREFIX)}
         )
+        # `same` is the cosine from which two keys count as the same.
         matches = memories.search(memory, codes[batch_stats["queried"].flatten()], 1, same=shape.same)
         memory = memories.record_use(memory, matches, step, same=shape.same)
         stated = codes[batch_stats["stated"].flatten(0, 1)]

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from safetensors.torch import save_file
 
 from bottega.config.data import Source as SourceOptions
+from bottega.config.error_messages import format_shape_error
 from bottega.config.recipe import Recipe
 from bottega.core.errors import DataError, UsageError
 from bottega.core.types import Models
@@ -301,7 +302,8 @@ def resolve_routing_shape(model: RoutingModel, *, num_inputs: int, num_labels: i
             spiking=spiking if model.router == "spiking" else None,
         )
     except ValidationError as error:
-        raise UsageError(f"model: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
+        renamed = {"num_shared": "shared_experts", "capacity": "expert_capacity"}
+        raise UsageError(format_shape_error(error, keys_by_field=renamed)) from None
     is_spiking = model.spike_threshold is not None
     trunk: Any = "spiking" if is_spiking else model.trunk
     return RoutingShape(
@@ -332,7 +334,7 @@ def _resolve_ssm_shape(model: RoutingModel) -> SSMShape:
             **sizes,
         )
     except ValidationError as error:
-        raise UsageError(f"model: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
+        raise UsageError(format_shape_error(error, keys_by_field={"head_size": "ssm_head_size"})) from None
 
 
 def _check_labels(recipe: RoutingRecipe, prepared: PreparedData) -> None:

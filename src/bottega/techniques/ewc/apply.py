@@ -43,7 +43,8 @@ def _consolidate_between_sources(engine: Engine, loader: Loader, *, resumed: boo
             return
         sample_indices = order.first_samples(source_by_first_step[step] - 1, options.samples)
         numbers = range(engine.data_rank, len(sample_indices), engine.data_size)  # those of this rank
-        examples = ((i, loader.source.rows(sample_indices[i : i + 1], np.zeros(1, np.int64))) for i in numbers)
+        first_epoch = np.zeros(1, np.int64)
+        examples = ((i, loader.source.rows(sample_indices[i : i + 1], first_epoch)) for i in numbers)
         fisher = engine.fisher_diagonal(examples, count=len(sample_indices), names=names)
         parameters = dict(engine.model.named_parameters())
         engine.write_task_state(consolidate(engine.task_state(), parameters, fisher, decay=options.decay))

@@ -101,7 +101,9 @@ class PersonalRows(Source):
         """Return the image of an item, uint8 (height, width, 3)."""
         number = self._image_numbers.get(item.image) if item.image is not None else None
         if number is None:
-            raise DataError(f"item {item.id!r} has no prepared image, only a caption")
+            raise DataError(
+                f"item {item.id!r} has no image in the prepared data; add an image to its record and prepare the data again"
+            )
         return self.pixels(np.array([number]))[0]
 
     def pixels(self, numbers: np.ndarray) -> np.ndarray:

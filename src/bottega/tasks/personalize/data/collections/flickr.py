@@ -40,6 +40,7 @@ COLUMNS = {
 def read(folder: Path, data: PersonalizeData, limit: int | None) -> CollectionRecords:
     """Read FLICKR-AES: the images that each worker scored highly, in turn as target and as history."""
     base = find_image_root(folder, data)
+    # One of these folders may lie in another, as in images/40K.
     image_folder = find_subfolder(find_subfolder(base, *IMAGE_FOLDERS), *IMAGE_FOLDERS).relative_to(base)
     table = find_file(folder, TABLE_FILE)
     scores: defaultdict[str, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
