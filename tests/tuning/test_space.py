@@ -6,10 +6,14 @@ import math
 from typing import Any
 
 import pytest
+
+pytest.importorskip("optuna")
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bottega.core.errors import UsageError
+from bottega.tuning.plan import plan_study
 from bottega.tuning.space import Choices, Condition, Range, build_grid, is_active, parse_space, parse_space_words
 
 
@@ -53,6 +57,9 @@ def test_spaces_of_the_guides_are_accepted_as_printed() -> None:
         "scheduler": ["cosine", "linear", "exponential"],
         "activation": ["gelu", "relu", "swish"],
     }
+    recipe = ["routing/synthetic-hard", {"model.routing_loss_weight": 0}]
+    assert plan_study(recipe, [], flags={"method": "grid"}, space=grid).num_trials == 4 * 4 * 3 * 3
+    assert len(plan_study(recipe, [], flags={}, space=[continuous_space, categorical_space]).dimensions) == 7
     assert [dimension.key for dimension in parse_space(grid)] == [
         "training.learning_rate",
         "training.batch_size",

@@ -281,8 +281,11 @@ def _find_value_problems(plan: StudyPlan) -> list[str]:
                 plan.build_trial_recipe(keys, name="check")
             except UsageError as error:
                 lines = str(error).splitlines()
-                own_lines = [line for line in lines if line.startswith("tune: ")]
-                problems += [f"--space {line.removeprefix('tune: ')}" for line in own_lines or lines]
+                own_lines = [line.removeprefix("tune: ") for line in lines if line.startswith("tune: ")]
+                other_lines = [
+                    f"{dimension.key}: {json.dumps(value)} does not go with the recipe: {line}" for line in lines
+                ]
+                problems += [f"--space {line}" for line in own_lines or other_lines]
     return problems
 
 
