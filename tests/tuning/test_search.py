@@ -370,7 +370,7 @@ def list_journal_trials(folder: Path) -> list[dict[str, Any]]:
 
 def test_recipes_of_trials_in_a_folder_with_any_name(tmp_path: Path) -> None:
     sources = ["classify", build_settings(tmp_path)]
-    folder = tmp_path / "café 'x' \u00fc"
+    folder = tmp_path / "café 'x' \"y\" \\ \x1b]0;"
     plan = plan_study(sources, [], flags={}, space=SPACE, out=folder)
     recipe = plan.build_trial_recipe({"model.dropout": 0.2}, name="trial-00000")
     assert recipe.output_dir == str(folder / "trials")

@@ -129,7 +129,9 @@ class StudyPlan:
 def load_with(sources: Sequence[RecipeSource], overrides: Sequence[Override], keys: Mapping[str, Any]) -> Recipe:
     """Load a recipe with further keys, which replace overrides of the same key; defaults follow from the keys."""
     unchanged = [override for override in overrides if _resolve_key(override[0]) not in keys]
-    added = [(key, json.dumps(value, ensure_ascii=False), "tune") for key, value in keys.items()]
+    # Quoted text is taken as it is, without escapes.
+    texts = {key: f'"{value}"' if isinstance(value, str) else json.dumps(value) for key, value in keys.items()}
+    added = [(key, text, "tune") for key, text in texts.items()]
     return load_recipe(list(sources), [*unchanged, *added]).recipe
 
 
