@@ -162,18 +162,28 @@ def test_a_finite_space_ends_the_search_before_its_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_time_limit_saves_trials_and_the_same_call_continues(tmp_path: Path) -> None:
-    changes = {"training.max_steps": 3000, "evaluation.every": 500, "checkpoint.every": None}
-    report = tune(tmp_path, changes=changes, trials=1, timeout=15.0, jobs=1)
-    assert not report["finished"]
-    (trial,) = report["trials"]
-    assert trial["state"] == "running"
-    step = json.loads((Path(trial["run"]) / "metrics.jsonl").read_text().splitlines()[-1])["step"]
-    assert 0 < step < 3000
-    again = tune(tmp_path, changes=changes, trials=1, timeout=15.0, jobs=1)
-    steps = [row["step"] for row in read_metrics(Path(trial["run"]) / "metrics.jsonl") if row["kind"] == "train"]
-    assert steps == sorted(set(steps))
-    assert again["finished"] or steps[-1] > step
+def test_the_time_limit_saves_trials_and_the_same_call_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock of the search jumps past the limit when the trial has logged some steps more than before."""
+    changes = {"training.max_steps": 10**6, "evaluation.every": 10**5, "checkpoint.every": None}
+    metrics = tmp_path / "study" / "trials" / "trial-00000" / "metrics.jsonl"
+    limit = 2000
+    clock = time.monotonic
+
+    def read_clock() -> float:
+        return clock() + (10**5 if metrics.is_file() and metrics.stat().st_size > limit else 0.0)
+
+    monkeypatch.setattr("bottega.tuning.search.time.monotonic", read_clock)
+    for _ in range(2):
+        report = tune(tmp_path, changes=changes, trials=1, timeout="1 h", jobs=1)
+        assert not report["finished"]
+        (trial,) = report["trials"]
+        assert trial["state"] == "running"
+        assert (metrics.parent / "checkpoints" / "last").exists()
+        limit = metrics.stat().st_size + 2000
+    steps = [row["step"] for row in read_metrics(metrics) if row["kind"] == "train"]
+    assert steps == list(range(1, len(steps) + 1))
 
 
 @pytest.mark.slow

@@ -72,7 +72,7 @@ def open_study_folder(path: Path, *, study: str, storage: str | None) -> Iterato
                     f"{path} has the study {fields.get('study')} in {fields.get('storage')}, not {study} in {location}; "
                     "choose another --out, or start over with --fresh"
                 )
-        has_trials = (path / "trials").is_dir() and any((path / "trials").iterdir())
+        has_trials = any((path / "trials").glob("*/recipe.yaml"))
         if storage is None and has_trials and not any((path / name).exists() for name in (JOURNAL_FILE, STATE_FILE)):
             raise UsageError(
                 f"{path / JOURNAL_FILE} is missing, but there are trials; restore it, or start over with --fresh"
