@@ -80,7 +80,7 @@ def plot_parallel(report: Mapping[str, Any], path: Path) -> None:
         axes.axvline(len(keys), color=GRID, linewidth=1.0, zorder=0)
         for y, value in ((0.0, low), (1.0, high)):
             axes.annotate(f"{value:.4g}", (len(keys), y), (4, 0), textcoords="offset points", fontsize=7.5, va="center")
-        names = [shorten(_label_key(key), 16) for key in keys]
+        names = [shorten(label_key(key), 16) for key in keys]
         axes.set_xticks(range(len(keys) + 1), [*names, report["metrics"][0]["name"]])
         axes.set_yticks([])
         axes.spines[["left", "bottom"]].set_visible(False)
@@ -115,7 +115,7 @@ def plot_slices(report: Mapping[str, Any], path: Path) -> None:
             )
             scale.set_axis(axes)
             share = f"  {importances[key]:.0%}" if key in importances else ""
-            axes.set_title(f"{shorten(_label_key(key), 18)}{share}", fontsize=9)
+            axes.set_title(f"{shorten(label_key(key), 18)}{share}", fontsize=9)
             if index % columns == 0:
                 axes.set_ylabel(report["metrics"][0]["name"])
 
@@ -166,7 +166,7 @@ def plot_population(report: Mapping[str, Any], path: Path) -> None:
             values = [s["keys"][key] for s in report["segments"] if isinstance(s["keys"].get(key), int | float)]
             if values and min(values) > 0 and max(values) / min(values) > 20:
                 _set_log_scale(axes, "y")
-            axes.set_ylabel(shorten(_label_key(key), 18))
+            axes.set_ylabel(shorten(label_key(key), 18))
         grid[-1].set_xlabel("step")
         _use_whole_numbers(grid[-1])
         add_title(grid[0], "Population", "each line is a member; the winner's lineage in orange")
@@ -182,7 +182,8 @@ def _set_log_scale(axes: Any, direction: str) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def _label_key(key: str) -> str:
+def label_key(key: str) -> str:
+    """Return a short name of a key: its last part, or the block of a name (`optimizer` for training.optimizer.name)."""
     *blocks, last = key.split(".")
     return blocks[-1] if last == "name" and blocks else last
 

@@ -12,6 +12,7 @@ from bottega.core.rundir import RunDirectory
 from bottega.run.job_pool import Job
 from bottega.terminal import escape_controls
 from bottega.tuning.plan import StudyPlan
+from bottega.tuning.report import rank_trials
 from bottega.tuning.trial_run import TrialRun
 
 
@@ -26,12 +27,7 @@ def confirm_best(
     def log(text: str) -> None:
         console.print(escape_controls(text), soft_wrap=True, markup=False)
 
-    sign = -1 if plan.objectives[0].mode == "max" else 1
-    ranked = sorted(
-        (trial for trial in report["trials"] if trial["values"] is not None),
-        key=lambda trial: (sign * trial["values"][0], trial["number"]),
-    )
-    second = next((trial for trial in ranked if trial["keys"] != report["best"]["keys"]), None)
+    second = next((trial for trial in rank_trials(report) if trial["keys"] != report["best"]["keys"]), None)
     configurations = {"best": report["best"]["keys"], "base": {}}
     if second is not None:
         configurations["second"] = second["keys"]

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from bottega.plots.study import label_key
 from bottega.terminal import escape_controls
 from bottega.tuning.plan import StudyPlan
-from bottega.tuning.search import SearchStatus, format_value, label_key
+from bottega.tuning.search import SearchStatus, format_value
 from bottega.tuning.study import TrialRecord
 from bottega.tuning.trial_run import TrialRun, find_best_row
 

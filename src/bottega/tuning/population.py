@@ -29,7 +29,7 @@ from bottega.terminal import escape_controls
 from bottega.tuning.plan import StudyFailed, StudyPlan
 from bottega.tuning.space import Choices, Dimension, Range, is_active
 from bottega.tuning.study_folder import LOCKS_FOLDER, STATE_FILE
-from bottega.tuning.trial_run import EXIT_REASONS, MetricsTail
+from bottega.tuning.trial_run import MetricsTail, describe_failure
 
 CHANGEABLE_KEYS = (
     "training.learning_rate",
@@ -282,8 +282,7 @@ class Population:
             return replace(segment, value=value)
         if is_stopping or child.code == REQUEUE_EXIT_CODE:
             return None
-        kind, error = EXIT_REASONS.get(child.code), child.describe_error()
-        reason = f"{kind}: {error}" if kind is not None else error
+        reason = describe_failure(child)
         self._log(f"member {segment.member} failed at step {rows.step}: {reason}")
         return replace(segment, reason=reason, code=child.code)
 

@@ -13,10 +13,10 @@ from bottega.config.load import to_yaml
 from bottega.core.rundir import RunDirectory
 from bottega.data.output_files import replace_non_finite
 from bottega.plots.figure import try_plot
-from bottega.plots.study import plot_history, plot_parallel, plot_pareto, plot_slices
+from bottega.plots.study import label_key, plot_history, plot_parallel, plot_pareto, plot_slices
 from bottega.terminal import escape_controls
 from bottega.tuning.plan import StudyPlan, load_with
-from bottega.tuning.search import find_best_trial, format_keys, format_value, label_key
+from bottega.tuning.search import find_best_trial, format_keys, format_value
 from bottega.tuning.study import PROGRESS_UNITS, Study, TrialRecord
 
 MAX_TRIALS_SHOWN = 10
@@ -144,13 +144,17 @@ def format_report(report: dict[str, Any]) -> str:
     return "\n".join(lines + report["notes"])
 
 
+def rank_trials(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the complete trials of a report, the best first; of equal ones the earlier."""
+    complete = [trial for trial in report["trials"] if trial["values"] is not None]
+    sign = -1 if report["metrics"][0]["mode"] == "max" else 1
+    return sorted(complete, key=lambda trial: (sign * trial["values"][0], trial["number"]))
+
+
 def _format_trials(report: dict[str, Any]) -> list[str]:
     from bottega.analysis.compare import format_table
 
     keys, metrics = list(report["space"]), report["metrics"]
-    complete = [trial for trial in report["trials"] if trial["values"] is not None]
-    sign = -1 if metrics[0]["mode"] == "max" else 1
-    ranked = sorted(complete, key=lambda trial: (sign * trial["values"][0], trial["number"]))[:MAX_TRIALS_SHOWN]
     head = ["trial", *map(label_key, keys), *(metric["name"] for metric in metrics)]
     rows = [
         [
@@ -158,7 +162,7 @@ def _format_trials(report: dict[str, Any]) -> list[str]:
             *(format_value(trial["keys"][key]) if key in trial["keys"] else "" for key in keys),
             *(f"{value:.6g}" for value in trial["values"]),
         ]
-        for trial in ranked
+        for trial in rank_trials(report)[:MAX_TRIALS_SHOWN]
     ]
     return format_table([head, *rows], right=tuple(range(len(head))))
 

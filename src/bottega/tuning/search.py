@@ -11,19 +11,18 @@ from typing import final
 
 from bottega.core.errors import UsageError
 from bottega.core.rundir import Lock
-from bottega.run.job_pool import ChildRun, Job, JobPool
+from bottega.plots.study import label_key
+from bottega.run.job_pool import ChildRun, Job, JobPool, LogCallback
 from bottega.signals import REQUEUE_EXIT_CODE, StopSignals
 from bottega.tuning.plan import StudyPlan
 from bottega.tuning.study import Study, TrialRecord
 from bottega.tuning.study_folder import StudyFolder
-from bottega.tuning.trial_run import EXIT_REASONS, TrialRun, get_trial_name, to_progress
+from bottega.tuning.trial_run import TrialRun, describe_failure, get_trial_name, to_progress
 
 POLL_SECONDS = 0.25
 """Seconds between two looks at the trials."""
 ERROR_LINES = 6
 """Lines of a failed trial that are shown."""
-
-LogCallback = Callable[[str], None]
 
 
 @dataclass
@@ -227,10 +226,8 @@ class Search:
             self._waiting.append(child.job)
         else:
             lines = child.read_last_lines(ERROR_LINES)
-            kind = EXIT_REASONS.get(child.code)
-            reason = child.describe_error()
             self._study.set_attributes(trial.number, **self._describe_length(trial), lines=lines, code=child.code)
-            self._fail(trial.number, f"{kind}: {reason}" if kind is not None else reason)
+            self._fail(trial.number, describe_failure(child))
             for line in lines[:-1]:
                 self._log(f"  {line}")
             self._forget(trial)
@@ -285,12 +282,6 @@ def find_best_trial(trials: list[TrialRecord], mode: str) -> TrialRecord | None:
 def format_keys(keys: dict[str, object]) -> str:
     """Return the keys of a trial in one line, by the last part of each name."""
     return ", ".join(f"{label_key(key)} {format_value(value)}" for key, value in keys.items())
-
-
-def label_key(key: str) -> str:
-    """Return a short name of a key: its last part, or the block of a name (`optimizer` for training.optimizer.name)."""
-    *blocks, last = key.split(".")
-    return blocks[-1] if last == "name" and blocks else last
 
 
 def format_value(value: object) -> str:

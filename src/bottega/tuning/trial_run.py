@@ -14,12 +14,18 @@ from bottega.core import checkpoint as checkpoints
 from bottega.core.callback import Progress
 from bottega.core.errors import BottegaError
 from bottega.core.rundir import Lock, RunDirectory
-from bottega.run.job_pool import Job
+from bottega.run.job_pool import ChildRun, Job
 from bottega.tasks.recipes import load_saved_recipe
 from bottega.tuning.study import PROGRESS_UNITS, Objective
 
 EXIT_REASONS = {3: "data", 4: "checkpoint", 5: "environment", 6: "diverged", 7: "out of memory", 8: "a rank was lost"}
 """Exit code of a trial -> what it means, in front of its last line."""
+
+
+def describe_failure(child: ChildRun) -> str:
+    """Return why a process failed: what its exit code means, and its last line."""
+    kind, error = EXIT_REASONS.get(child.code), child.describe_error()
+    return f"{kind}: {error}" if kind is not None else error
 
 
 def get_trial_name(number: int) -> str:
