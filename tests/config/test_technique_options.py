@@ -1,4 +1,4 @@
-"""Options of a technique by its name, as an override, in a later layer, and wrong."""
+"""Technique options: aliases of other libraries, and all problems reported at once."""
 
 from __future__ import annotations
 
@@ -7,34 +7,39 @@ from typing import Any
 import pytest
 
 from bottega.core.errors import UsageError
-from bottega.tasks.recipes import load_recipe, parse_overrides
+from bottega.tasks.recipes import check_recipe
 
 
-def load_options(*sources: Any, words: list[str] | None = None) -> dict[str, dict[str, Any]]:
-    recipe = load_recipe(["language", *sources], parse_overrides(words or [])[1]).recipe
-    return {technique.name: technique.options.model_dump() for technique in recipe.techniques}  # type: ignore[union-attr]
+def load_options(name: str, values: dict[str, Any]) -> Any:
+    return check_recipe(["language", {"techniques": [{"name": name, "options": values}]}]).recipe.techniques[0].options
 
 
-def test_an_option_is_set_and_the_others_stay() -> None:
-    recipe = {"techniques": [{"name": "lora", "options": {"rank": 16, "dropout": 0.1}}]}
-    options = load_options(recipe, words=["techniques.lora.rank=4"])["lora"]
-    assert (options["rank"], options["dropout"]) == (4, 0.1)
-    assert load_options(recipe, words=["--techniques.lora.rank", "5"])["lora"]["rank"] == 5
+def test_peft_and_guide_names_are_aliases() -> None:
+    guide = {"r": 8, "lora_alpha": 16, "lora_dropout": 0.1, "target_modules": ["query", "value", "key"]}
+    expected = {"rank": 8, "alpha": 16, "dropout": 0.1, "targets": ["query", "value", "key"]}
+    assert load_options("lora", guide) == load_options("lora", expected)
+    assert load_options("adapter", {"bottleneck_size": 64, "adapter_layers": "all"}) == load_options(
+        "adapter", {"size": 64}
+    )
+    assert load_options("adapter", {"adapter_layers": ["down_proj"]}).targets == ("down_proj",)
 
 
-def test_a_later_layer_and_the_same_command_line_set_options() -> None:
-    assert load_options({"techniques": ["lora"]}, {"techniques": {"lora": {"rank": 3}}})["lora"]["rank"] == 3
-    assert load_options(words=["techniques=[lora]", "techniques.lora.lora_alpha=7"])["lora"]["alpha"] == 7
+def test_aliases_of_an_option_must_agree() -> None:
+    assert load_options("lora", {"r": 4, "rank": 4}).rank == 4
+    with pytest.raises(UsageError, match=r"rank: 8 conflicts with rank: 4|r: 4 conflicts|conflicts with rank"):
+        load_options("lora", {"r": 4, "rank": 8})
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["techniques.lora.rank=4"], r"the recipe does not use lora; add it to the list: techniques=\[lora\]"),
-        (["techniques=[lora]", "techniques.lora.rnk=4"], "did you mean techniques.lora.rank"),
-        (["techniques=[lora]", "techniques.lora.rank=x"], "rank: expected a whole number, got 'x'"),
-    ],
-)
-def test_a_wrong_option_is_named(words: list[str], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        load_options(words=words)
+def test_all_problems_of_the_options_are_named_at_once() -> None:
+    with pytest.raises(UsageError) as caught:
+        load_options("lora", {"foo": 1, "barr": 2, "rank": 0, "dropout": 3})
+    text = str(caught.value)
+    assert len(text.splitlines()) == 1
+    for part in (
+        "foo",
+        "barr",
+        "rank: expected a number above 0",
+        "dropout: expected a number below 1",
+        "choose from rank, alpha",
+    ):
+        assert part in text
