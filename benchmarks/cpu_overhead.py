@@ -63,8 +63,8 @@ class PrintLoss(Callback):
 class TimedEngine(TorchEngine):
     clock: Clock
 
-    def train_step(self, step: int, batch: Any) -> dict[str, Any]:
-        out = super().train_step(step, batch)
+    def train_step(self, step: int, batch: Any, **options: Any) -> dict[str, Any]:
+        out = super().train_step(step, batch, **options)
         self.clock.tick()
         return out
 

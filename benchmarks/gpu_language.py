@@ -57,8 +57,8 @@ class TimedEngine(TorchEngine):
     first_step_seconds: float | None = None
     last_loss: float | None = None
 
-    def train_step(self, step: int, batch: Any) -> dict[str, Any]:
-        out = super().train_step(step, batch)
+    def train_step(self, step: int, batch: Any, **options: Any) -> dict[str, Any]:
+        out = super().train_step(step, batch, **options)
         if self.first_step_seconds is None:
             torch.cuda.synchronize() if self.device.type == "cuda" else None
             self.first_step_seconds = time.perf_counter() - STARTED

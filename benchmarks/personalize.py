@@ -26,8 +26,8 @@ from bottega.analysis import statistics as st
 from bottega.analysis.evaluate import format_report
 from bottega.analysis.personalize_truth import find_truth_fields
 from bottega.config.recipe import Recipe
-from bottega.data.output_files import replace_non_finite
 from bottega.run.train import ensure_dependency
+from bottega.storage.json_values import replace_non_finite
 from bottega.tasks import dependencies
 from bottega.tasks.recipes import load_recipe
 

@@ -24,7 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded
 
 import bottega
 from bottega.analysis.compare import compare, format_report
-from bottega.data.output_files import replace_non_finite
+from bottega.storage.json_values import replace_non_finite
 from bottega.tasks.recipes import load_recipe
 
 HARD, LARGE = "routing/synthetic-hard", "routing/large"

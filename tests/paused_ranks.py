@@ -41,10 +41,10 @@ def main() -> int:
     num_pauses, rank = int(os.environ.get("PAUSES", 0)), int(os.environ["RANK"])
     step = engine.TorchEngine.train_step
 
-    def pause_and_step(self, number, batch):  # type: ignore[no-untyped-def]
+    def pause_and_step(self, number, batch, **options):  # type: ignore[no-untyped-def]
         if number < num_pauses and number % 2 == rank:
             PAUSES[number // 2 % len(PAUSES)](PAUSE_SECONDS)
-        return step(self, number, batch)
+        return step(self, number, batch, **options)
 
     engine.TorchEngine.train_step = pause_and_step  # type: ignore[method-assign]
     from bottega.cli import main as run_command

@@ -25,6 +25,7 @@ COMMON: dict[str, Any] = {
     "samples.steps": 4,
     "logging.every": 1,
     "logging.tensorboard": False,
+    "logging.report": False,
     "logging.resources": False,
 }
 NAMES = ("dark", "grey", "bright")

@@ -98,6 +98,7 @@ def settings(folder: Path, **changes: Any) -> dict[str, Any]:
         "samples.sampler": "euler",
         "logging.every": 1,
         "logging.tensorboard": False,
+        "logging.report": False,
         "logging.resources": False,
         **changes,
     }

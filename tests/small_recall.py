@@ -23,6 +23,7 @@ SMALL: dict[str, Any] = {
     "samples.every": None,
     "logging.every": 1,
     "logging.tensorboard": False,
+    "logging.report": False,
     "logging.resources": False,
 }
 

@@ -25,6 +25,7 @@ SMALL: dict[str, Any] = {
     "checkpoint.every": 4,
     "logging.every": 1,
     "logging.tensorboard": False,
+    "logging.report": False,
     "logging.resources": False,
 }
 SIZES: dict[str, dict[str, Any]] = {

@@ -20,7 +20,7 @@ from bottega.tasks.recipes import load_recipe
 
 PUBLIC_FUNCTIONS = {
     *("augment", "compare", "crossval", "evaluate", "load", "load_plugin", "lr_find", "plan", "predict", "prepare"),
-    *("runs", "train", "tune"),
+    *("report", "runs", "train", "tune"),
 }
 
 

@@ -52,6 +52,14 @@ def splits(folder: Path) -> None:
             (folder / f"split-{micro}.json").write_text(json.dumps([r["loss"] for r in reports]))
 
 
+def inspection(folder: Path) -> None:
+    """Statistics of the modules in one step, which rank 0 alone computes."""
+    toy_engine = engine(training(optimizer={"name": "sgd"}))
+    toy_engine.train_step(0, loader(of=toy_engine).batch(0), module_statistics=True)
+    modules = toy_engine.fetch_inspection().modules
+    (folder / f"inspection.{RANK}.json").write_text(json.dumps(modules))
+
+
 def tensor(folder: Path) -> None:
     """Tensor ranks process the same samples, so each equals a single process."""
     for name, task in {"tensor": WithDropout(), "tensor-unwrapped": Unwrapped(), "tensor-state": Remembering()}.items():
@@ -247,6 +255,7 @@ if __name__ == "__main__":
     # The engines here are never closed and share one process group.
     destroy_process_group, dist.destroy_process_group = dist.destroy_process_group, lambda: None
     splits(out)
+    inspection(out)
     unfreezing(out)
     remembering(out)
     rows(out)

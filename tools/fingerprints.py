@@ -22,8 +22,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-TIME_SUFFIXES = ("seconds", "per_second", "wait", "gib", "percent")
+TIME_SUFFIXES = ("seconds", "per_second", "wait", "gib", "percent", "share", "watts", "celsius")
 """Suffixes of metrics that differ from run to run."""
+DERIVED_METRICS = ("loss_spikes", "skipped_steps", "grad_norm_spread")
+"""Metrics that follow from others, and that commits before them do not have."""
 WITH_TECHNIQUES: dict[str, tuple[str, dict[str, Any]]] = {
     "language + lora": ("language", {"techniques": ["lora"]}),
     "classify + lora": ("classify", {"techniques": ["lora"]}),
@@ -105,6 +107,7 @@ def iter_fingerprints(names: list[str]) -> Iterator[tuple[str, dict[str, str]]]:
         for name in names or [*list_recipes(), *WITH_TECHNIQUES]:
             recipe, technique_settings = WITH_TECHNIQUES.get(name, (name, {}))
             settings = {**small_recipes.settings(recipe, data, folder / "runs"), **technique_settings, "name": "run"}
+            settings.pop("logging.report", None)  # a commit before the report does not know it
             hashes = train_in_child(recipe, settings, folder)
             print(f"{name}: {hashes.get('error', 'done')}", file=sys.stderr, flush=True)
             yield name, hashes
@@ -157,7 +160,9 @@ def train_and_hash(recipe: str, settings: dict[str, Any]) -> dict[str, str]:
     path = Path(run.path)
     hashes = {file.name: hash_tensors(file) for file in sorted((path / "checkpoints" / "last").glob("*.safetensors"))}
     rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    hashes["metrics"] = digest([{k: v for k, v in row.items() if not k.endswith(TIME_SUFFIXES)} for row in rows])
+    hashes["metrics"] = digest(
+        [{k: v for k, v in row.items() if not k.endswith((*TIME_SUFFIXES, *DERIVED_METRICS))} for row in rows]
+    )
     hashes["samples"] = digest([read_ledger(path, step) for step in (1, 2, 3)])
     return hashes
 

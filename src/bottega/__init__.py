@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from bottega.analysis.evaluate import evaluate
     from bottega.analysis.library import compare, lr_find, plan, runs
     from bottega.analysis.predict import predict
+    from bottega.analysis.report import report
     from bottega.data.augment_sample import augment
     from bottega.run.prepare import prepare
     from bottega.run.train import load, train
@@ -29,6 +30,7 @@ __all__ = [
     "plan",
     "predict",
     "prepare",
+    "report",
     "runs",
     "train",
     "tune",
@@ -45,6 +47,7 @@ _MODULES = {
     "plan": "analysis.library",
     "predict": "analysis.predict",
     "prepare": "run.prepare",
+    "report": "analysis.report",
     "runs": "analysis.library",
     "train": "run.train",
     "tune": "tuning.command",

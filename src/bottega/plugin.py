@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from bottega.config.credentials import read_secret
 from bottega.config.data import Data
 from bottega.config.recipe import Model, Recipe
 from bottega.config.section import Number, Positive, Probability, Section, Whole
@@ -63,4 +64,5 @@ __all__ = [
     "UsageError",
     "Whole",
     "Workload",
+    "read_secret",
 ]

@@ -1,4 +1,4 @@
-"""All output to the terminal: external text is escaped, and a console that cannot be written does not end a run.
+"""All output to the terminal: external text is escaped, secrets are redacted, and a console that cannot be written does not end a run.
 
 Samples, file names, keys and tensor names may contain escape codes that set a window's title, read the clipboard or hide a
 line. They are printed as `\\x1b`. Files and --json keep them unchanged.
@@ -10,6 +10,8 @@ import os
 import re
 import sys
 from typing import Any, TextIO
+
+from bottega.redaction import redact_text
 
 # Control characters except newline, tab and the carriage return of a Windows line; Unicode separators and direction marks that
 # reorder the text around them; lone surrogates, which file names that are not UTF-8 have and no stream can write.
@@ -27,15 +29,15 @@ class OutputClosed(Exception):
     """The reader of standard output has closed it, as `| head` does."""
 
 
-def print_result(text: str, *, end: str = "\n") -> None:
-    """Print the result of a verb to standard output.
+def print_result(text: str, *, end: str = "\n", is_data: bool = False) -> None:
+    """Print the result of a verb to standard output; secrets are redacted, except in data such as generated text.
 
     Raises OutputClosed if the reader has closed it, and OSError if it cannot be written.
     """
     if sys.stdout is None:
         return  # closed by the parent process
     try:
-        sys.stdout.write(escape_controls(text) + end)
+        sys.stdout.write(escape_controls(text if is_data else redact_text(text)) + end)
         sys.stdout.flush()
     except BrokenPipeError:
         raise OutputClosed from None
@@ -48,7 +50,7 @@ def print_notice(text: str) -> None:
     try:
         if sys.stderr is not None:  # while a progress bar is shown, this is rich's stream, which prints above it
             # In one write, so that lines of several processes do not mix.
-            sys.stderr.write(escape_controls(text) + "\n")
+            sys.stderr.write(escape_controls(redact_text(text)) + "\n")
     except (OSError, ValueError):
         pass
 
@@ -58,7 +60,7 @@ class ResultStream:
 
     def write(self, text: str) -> int:
         """Print `text` at once."""
-        print_result(text, end="")
+        print_result(text, end="", is_data=True)
         return len(text)
 
     def flush(self) -> None:
@@ -83,7 +85,7 @@ class ConsoleStream:
         stream = self._get_stream()
         if stream is not None:
             try:
-                stream.write(text)
+                stream.write(redact_text(text))
                 stream.flush()
             except OSError as error:
                 self.error = error

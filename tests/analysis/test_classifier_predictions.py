@@ -15,6 +15,7 @@ from bottega import cli
 from bottega.analysis.classifier_predictions import ClassifierPredictions
 from bottega.data.sources.source import ArraySource
 from bottega.data.sources.take import Take
+from bottega.tasks.classify.prediction_tables import build_prediction_tables
 
 NAMES = ("a", "b", "c")
 
@@ -39,7 +40,9 @@ def random_predictions(count: int = 60, *, is_multi_label: bool = False, seed: i
 def test_class_metrics_match_scikit_learn() -> None:
     for predictions in (random_predictions(), random_predictions(is_multi_label=True)):
         expected = precision_recall_fscore_support(predictions.labels, predictions.predicted, zero_division=0)
-        for number, row in enumerate(predictions.compute_class_metrics().values()):
+        labels = "labels" if predictions.is_multi_label else "label"
+        rows = {"probability": predictions.probabilities, labels: predictions.labels}
+        for number, row in enumerate(build_prediction_tables(rows, NAMES)["per_class"].values()):
             assert [row[key] for key in ("precision", "recall", "f1", "support")] == pytest.approx(
                 [column[number] for column in expected]
             )

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from bottega.analysis.memory import GIB, fit_gpus, format_report, plan_memory
-from bottega.core.engine import StepMemory
 from bottega.core.errors import UsageError
 from bottega.engines.torch.saved_tensors import SavedTensorMeter
+from bottega.measurements import StepMemory
 from bottega.tasks.recipes import load_recipe
 from small_run import settings, write_text
 

@@ -13,11 +13,12 @@ import pytest
 
 import bottega
 import small_run
-from bottega.analysis.runs import format_runs, is_locked
+from bottega.analysis.runs import format_runs
 from bottega.cli import main
 from bottega.core import checkpoint
 from bottega.core.errors import UsageError
 from bottega.core.rundir import Lock, RunDirectory
+from bottega.storage.durable import is_locked
 
 
 @pytest.fixture(scope="module")

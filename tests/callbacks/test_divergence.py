@@ -16,7 +16,7 @@ from bottega.callbacks import slow_run
 from bottega.callbacks.divergence import describe_divergence
 from bottega.callbacks.slow_run import SlowRunWarning, suggest_cheaper_steps
 from bottega.core.callback import Progress
-from bottega.core.rundir import read_metrics
+from bottega.metrics_log import read_metrics
 from bottega.tasks.recipes import load_recipe
 
 

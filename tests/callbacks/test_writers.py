@@ -1,4 +1,4 @@
-"""Callbacks that write: the console, metrics.jsonl, TensorBoard, resources and Weights & Biases."""
+"""Callbacks that write: the console, metrics.jsonl, TensorBoard and resources."""
 
 from __future__ import annotations
 
@@ -7,26 +7,22 @@ import json
 import math
 import re
 import resource
-import sys
 import threading
-import types
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console as RichConsole
 
 from bottega.callbacks.console import Console, format_count, format_duration
-from bottega.callbacks.jsonl import JsonLines
+from bottega.callbacks.jsonl import JsonLines, ModuleLines
 from bottega.callbacks.log_file import LogFile
 from bottega.callbacks.resources import Resources
 from bottega.callbacks.tensorboard import TensorBoard
-from bottega.callbacks.wandb import WandB
+from bottega.callbacks.tracker_guard import TrackerGuard
 from bottega.core.callback import Progress
-from bottega.core.errors import EnvironmentProblem
-from bottega.core.rundir import read_metrics
+from bottega.metrics_log import read_metrics
 
 ROW = {
     "loss": 1.5,
@@ -86,6 +82,26 @@ def test_last_line_is_retried_at_the_end(tmp_path: Path) -> None:
     writer.path = tmp_path / "metrics.jsonl"
     writer.finish(Progress(step=1), None)
     assert [row["step"] for row in read_metrics(writer.path)] == [1]
+
+
+def test_modules_are_written_and_rewound_like_metrics(tmp_path: Path) -> None:
+    messages: list[str] = []
+    writer = ModuleLines(tmp_path / "modules.jsonl", messages.append)
+    for step in (1, 2, 3):
+        writer.after_inspect(
+            Progress(step=step, samples=8 * step), {"head": {"gradient_norm": math.nan, "update_ratio": 0.5}}
+        )
+    writer.rewind(Progress(step=2, samples=16, evaluated_step=0))
+    with full_disk():
+        writer.after_inspect(Progress(step=3, samples=24), {"head": {}})
+    assert len(messages) == 1
+    writer.finish(Progress(step=3), None)
+    first, second, third = (
+        json.loads(line, parse_constant=pytest.fail) for line in writer.path.read_text().splitlines()
+    )
+    modules = {"head": {"gradient_norm": None, "update_ratio": 0.5}}
+    assert first == {"step": 1, "kind": "modules", "samples": 8, "modules": modules}
+    assert (second["step"], third) == (2, {"step": 3, "kind": "modules", "samples": 24, "modules": {"head": {}}})
 
 
 def make_console(*, terminal: bool) -> tuple[Console, io.StringIO]:
@@ -213,7 +229,7 @@ def test_training_continues_when_tensorboard_hits_a_full_disk(
     samples = tmp_path / "samples"
     samples.mkdir()
     (samples / "00.txt").write_text("a sample")
-    board = TensorBoard(tmp_path / "events", warnings.append)
+    board = TrackerGuard(TensorBoard(tmp_path / "events", warnings.append), warnings.append)
     threads = threading.active_count()
     with full_disk() if event == "start" else nullcontext():
         board.start(Progress())
@@ -242,82 +258,3 @@ def full_disk() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-class FakeWandb:
-    """A fake of the wandb package."""
-
-    def __init__(self, *, broken: str = "") -> None:
-        self.broken, self.rows, self.options, self.exit_codes = broken, [], {}, []
-        self.id = "abc123"
-        self.Settings = dict
-
-    def init(self, **options: Any) -> FakeWandb:
-        if self.broken == "init":
-            raise ConnectionError("offline")
-        if self.broken == "login":
-            raise RuntimeError("No API key configured. Use `wandb login` to log in.")
-        self.options = options
-        return self
-
-    def log(self, row: dict[str, float], *, step: int) -> None:
-        if self.broken == "log":
-            raise ConnectionError("offline")
-        self.rows.append((step, row))
-
-    def finish(self, *, exit_code: int) -> None:
-        self.exit_codes.append(exit_code)
-
-
-def make_tracker(monkeypatch: pytest.MonkeyPatch, fake: FakeWandb, messages: list[str]) -> WandB:
-    module = types.ModuleType("wandb")
-    module.init, module.Settings = fake.init, fake.Settings  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "wandb", module)
-    return WandB(folder=Path("x"), project="p", options={"offline": True}, config={"seed": 1}, warn=messages.append)
-
-
-def test_wandb_resumes_the_same_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake, messages = FakeWandb(), []
-    first = make_tracker(monkeypatch, fake, messages)
-    first.load_state_dict({})
-    first.start(Progress())
-    assert (fake.options["id"], fake.options["resume"], fake.options["mode"]) == (None, None, "offline")
-    first.after_step(Progress(step=3), {"loss": 1.0})
-    first.after_eval(Progress(step=3), {"loss": 2.0})
-    first.finish(Progress(), RuntimeError())
-    assert fake.rows == [(3, {"train/loss": 1.0}), (3, {"validation/loss": 2.0})]
-    assert fake.exit_codes == [1]
-    second = make_tracker(monkeypatch, fake, messages)
-    second.load_state_dict(first.state_dict())
-    second.start(Progress(step=3))
-    assert (fake.options["id"], fake.options["resume"]) == ("abc123", "allow")
-    assert messages == []
-
-
-@pytest.mark.parametrize("broken", ["init", "log"])
-def test_training_continues_when_the_tracker_fails(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
-    messages: list[str] = []
-    callback = make_tracker(monkeypatch, FakeWandb(broken=broken), messages)
-    callback.start(Progress())
-    for step in range(3):
-        callback.after_step(Progress(step=step), {"loss": 1.0})
-    callback.finish(Progress(), None)
-    assert len(messages) == 1
-    assert "ConnectionError" in messages[0]
-    assert "training continues" in messages[0]
-
-
-def test_missing_wandb_login_names_the_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
-    messages: list[str] = []
-    callback = make_tracker(monkeypatch, FakeWandb(broken="login"), messages)
-    callback.start(Progress())
-    callback.after_step(Progress(step=1), {"loss": 1.0})
-    (line,) = messages
-    assert all(remedy in line for remedy in ("wandb login", "WANDB_API_KEY", "logging.wandb.offline=true"))
-    assert "training continues" in line
-
-
-def test_missing_wandb_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(EnvironmentProblem, match=r"bottega\[wandb\]"):
-        WandB(folder=Path("x"), project="p", options={}, config={}, warn=pytest.fail).start(Progress())

@@ -11,12 +11,12 @@ import pytest
 import scipy.stats
 
 from bottega import cli
-from bottega.core.rundir import read_metrics
+from bottega.metrics_log import read_metrics
 
 TINY = (
     *("model.hidden_size=16", "model.num_layers=1", "model.num_heads=2", "training.max_steps=4"),
     *("training.batch_size=8", "evaluation.every=2", "samples.every=null", "data.validation.split=0.02"),
-    *("logging.tensorboard=false", "logging.resources=false"),
+    *("logging.tensorboard=false", "logging.report=false", "logging.resources=false"),
 )
 RATES = {"slow": "1e-4", "fast": "1e-2"}
 

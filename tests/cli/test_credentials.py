@@ -127,7 +127,13 @@ def test_fold_subprocesses_read_the_remote_data(remote: RemoteStoreCommands) -> 
     rows = "".join(f"{text},{label}\n" for text, label in [("good day", "a"), ("bad night", "b")] * 12)
     (remote.folder / "store" / "far.csv").write_text("text,label\n" + rows)
     address = SIGNED.replace("far.txt", "far.csv")
-    options = ["training.max_steps=2", "training.batch_size=4", "logging.tensorboard=false", "samples.every=null"]
+    options = [
+        "training.max_steps=2",
+        "training.batch_size=4",
+        "logging.tensorboard=false",
+        "logging.report=false",
+        "samples.every=null",
+    ]
     small = ["data.tokenizer.min_frequency=1", "model.embed_size=8"]
     remote("crossval", "classify/sst2", "--folds", "2", "--data", address, "--out", "folds", *options, *small)
     assert len(list((remote.folder / "folds").glob("fold-*/recipe.yaml"))) == 2

@@ -107,6 +107,7 @@ CASES: dict[str, Any] = {
     "runs": (lambda p: ["runs", p.folder], ["language", "finished", "8/8"]),
     "crossval": (lambda p: p.crossval(), ["fold-0", "accuracy"]),
     "tune": (lambda p: p.tune(), ["2 trials", "best: trial", "next:  bottega train"]),
+    "report": (lambda p: ["report", p.classify, p.language, "--out", p.folder / f"page{TITLE}.html"], ["MB)"]),
     "compare": (lambda p: ["compare", p.classify, p.other], ["A", "B"]),
     "lr-find": (
         lambda p: [

@@ -6,16 +6,16 @@ import json
 
 import pytest
 
-from bottega.config.credentials import (
-    CREDENTIALS_VARIABLE,
-    restore_credentials,
-    strip_credentials,
-    strip_credentials_in_text,
-)
+from bottega.config.credentials import restore_credentials
 from bottega.config.data import Source
 from bottega.config.load import to_yaml
 from bottega.config.recipe import diff_recipes
 from bottega.core.errors import UsageError
+from bottega.redaction import (
+    CREDENTIALS_VARIABLE,
+    redact_text,
+    strip_credentials,
+)
 from bottega.tasks.recipes import load_recipe
 
 SECRET = "canary-7d1f0c"
@@ -42,9 +42,7 @@ def _no_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_credentials_are_stripped(address: str, public: str) -> None:
     assert strip_credentials(address) == public
     assert strip_credentials(public) == public
-    assert SECRET not in strip_credentials_in_text(
-        f"cannot read '{address}'; or {address}, or {address.replace('://', ':/')}."
-    )
+    assert SECRET not in redact_text(f"cannot read '{address}'; or {address}, or {address.replace('://', ':/')}.")
 
 
 @pytest.mark.parametrize(
@@ -68,7 +66,7 @@ def test_addresses_without_credentials_are_unchanged(text: str) -> None:
 
 def test_credentials_are_stripped_inside_a_sentence() -> None:
     text = f"('https://a:{SECRET}@h.org/a.csv?sig={SECRET}'); see https://h.org/b?sig={SECRET}, and note a: b"
-    assert strip_credentials_in_text(text) == "('https://h.org/a.csv'); see https://h.org/b, and note a: b"
+    assert redact_text(text) == "('https://h.org/a.csv'); see https://h.org/b, and note a: b"
 
 
 def make_overrides(query: str) -> dict[str, object]:

@@ -183,7 +183,7 @@ def test_unknown_flags_suggest_the_nearest_names() -> None:
     assert str(caught.value).splitlines() == [
         "--learnig_rate: unknown flag; did you mean --learning_rate?",
         "--lr: needs a value: --lr VALUE",
-        "--wandb.api_key: unknown flag",
+        "--wandb.api_key: unknown key; put secrets into environment variables, never into a recipe",
         "trainin.ema: unknown key; did you mean training.ema?",
         "-v: unknown flag; settings are written --key value or key=value",
         "--batch_size: needs a value: --batch_size VALUE",

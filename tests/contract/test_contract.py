@@ -16,10 +16,10 @@ from PIL import Image
 import small_media
 import two_ranks as two_ranks_script
 from bottega.core import checkpoint
-from bottega.core.rundir import read_metrics
 from bottega.core.trainer import evaluate
 from bottega.data.loading.loader import iter_eval_batches
 from bottega.engines.nonfinite import flatten_batch
+from bottega.metrics_log import read_metrics
 from small_run import differing_tensors, read_logged_steps, read_tensors, train
 
 ALL_FEATURES: dict[str, Any] = {

@@ -13,7 +13,8 @@ import pytest
 
 from bottega.core.callback import Progress
 from bottega.core.errors import BottegaError, DirectoryInUse, EnvironmentProblem, UsageError
-from bottega.core.rundir import Lock, RunDirectory, read_metrics
+from bottega.core.rundir import Lock, RunDirectory
+from bottega.metrics_log import MAX_LINE_BYTES, iterate_rows, read_metrics, truncate_metrics
 
 HOLD = """
 import sys, time
@@ -96,13 +97,13 @@ def make_row(step: int, kind: str = "train", *, batch: int = 4) -> dict[str, obj
 
 
 def truncate_and_read(run: RunDirectory, progress: Progress) -> list[tuple[int, str]]:
-    run.truncate_metrics(progress)
+    truncate_metrics(run.metrics, progress)
     return [(r["step"], r["kind"]) for r in read_metrics(run.metrics)]
 
 
 def test_metrics_after_the_checkpoint_are_removed(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
-    run.truncate_metrics(Progress())  # there is no file yet
+    truncate_metrics(run.metrics, Progress())  # there is no file yet
     rows = [make_row(1), make_row(2), make_row(2, "eval"), make_row(3), make_row(4), make_row(4, "eval")]
     run.metrics.write_text("".join(json.dumps(r) + "\n" for r in rows) + '{"step": 5, "kind": "tr')
     assert truncate_and_read(run, Progress(step=3, samples=12, evaluated_step=2)) == [
@@ -133,5 +134,20 @@ def test_invalid_metrics_lines_are_skipped(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     invalid = [b"[]", b"", b'{"kind": "train"}', b"null", b'{"step": 2, "kind": "train", "samples": "x"}', b"\xff\x00"]
     run.metrics.write_bytes(b"\n".join([json.dumps(make_row(1)).encode(), *invalid]) + b"\n")
-    run.truncate_metrics(Progress(step=5, samples=20))
+    truncate_metrics(run.metrics, Progress(step=5, samples=20))
     assert read_metrics(run.metrics) == [make_row(1)]
+
+
+def test_only_objects_are_rows(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    nested = b"[" * 100_000
+    lines = [b"5", b"[1]", b"null", b'"text"', b"{", nested, b"\xff", b'{"long": "' + b"x" * MAX_LINE_BYTES]
+    path.write_bytes(b"\n".join([b'{"step": 1}', b"", *lines, b'{"step": 2}']))
+    assert read_metrics(path) == [{"step": 1}, {"step": 2}]
+    rows = list(iterate_rows(path))
+    assert rows[0] == {"step": 1}
+    assert rows[-1] == {"step": 2}
+    assert len(rows) >= 2 + len(lines)
+    assert rows.count(None) == len(rows) - 2
+    truncate_metrics(path, Progress(step=5, samples=20))
+    assert list(iterate_rows(tmp_path / "missing.jsonl")) == []

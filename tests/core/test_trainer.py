@@ -17,8 +17,8 @@ from safetensors.numpy import load_file
 
 from bottega.callbacks.early_stopping import EarlyStopping, ReduceOnPlateau
 from bottega.core import checkpoint
-from bottega.core.callback import Callback, Progress
-from bottega.core.engine import EvaluationOutput, Snapshot
+from bottega.core.callback import Callback, Histogram, Progress
+from bottega.core.engine import EvaluationOutput, Inspection, Snapshot
 from bottega.core.errors import DataError, Diverged, Interrupted
 from bottega.core.saver import Saver
 from bottega.core.trainer import BestMetric, Cadences, Trainer
@@ -44,7 +44,7 @@ class CountingEngine(FakeEngine):
         self.bad: set[int] = set()
         self.signal_at: tuple[int, signal.Signals] | None = None
 
-    def train_step(self, step: int, batch: Batch) -> dict[str, Any]:
+    def train_step(self, step: int, batch: Batch, **options: Any) -> dict[str, Any]:
         self.events.append(f"step {step}")
         assert int(batch["x"][0]) == step
         self.weight += self.learning_rate_scale * (step + 1)
@@ -154,6 +154,46 @@ def test_callbacks_are_called_in_order(tmp_path: Path) -> None:
     ]
     assert list_saved_steps(tmp_path) == [2, 4, 6]
     assert checkpoint.read_link(tmp_path, "best") == tmp_path / "step-00000002"
+
+
+class InspectingEngine(CountingEngine):
+    """An engine that inspects every selected step but the one named in `unaffordable`."""
+
+    unaffordable = 4
+
+    def train_step(
+        self, step: int, batch: Batch, *, module_statistics: bool = False, histograms: bool = False
+    ) -> dict[str, Any]:
+        is_affordable = module_statistics and step + 1 != self.unaffordable
+        self.results = Inspection(
+            {"head": {"step": step + 1.0}} if is_affordable else {},
+            {"weights/head": Histogram((0.0, 1.0), (step + 1,))} if histograms else {},
+        )
+        return super().train_step(step, batch)
+
+    def fetch_inspection(self) -> Inspection:
+        return self.results
+
+
+def test_inspections_are_announced_before_the_log_of_their_step(tmp_path: Path) -> None:
+    events: list[str] = []
+
+    class Record(EventCallback):
+        def after_inspect(self, progress: Progress, modules: Any) -> None:
+            events.append(f"inspected {progress.step} {modules['head']['step']:.0f}")
+
+        def after_histograms(self, progress: Progress, histograms: Any) -> None:
+            events.append(f"histograms {progress.step} {histograms['weights/head'].counts[0]}")
+
+    make_trainer(
+        tmp_path, InspectingEngine(), Record(events), cadences=Cadences(log=2, module_statistics=2, histograms=3)
+    ).run()
+    assert events[1:-1] == [
+        *("inspected 2 2", "logged 2"),
+        *("histograms 3 3", "logged 3"),
+        "logged 4",
+        *("inspected 6 6", "histograms 6 6", "logged 6"),
+    ]
 
 
 def test_metrics_are_fetched_on_log_steps_only(tmp_path: Path) -> None:

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from bottega.core.noise import Noise, numpy_generator
 from bottega.core.types import Batch, Loss, Models
-from bottega.engines.torch.gradients import PCGrad, add_penalty
+from bottega.engines.torch.gradients import PCGrad, add_penalty, compute_norm_and_divisor
+from bottega.engines.torch.optimizers import step_optimizers
+from bottega.engines.torch.update_guard import UpdateGuard
 from toy_task import Toy, engine, loader
 
 
@@ -157,3 +159,19 @@ def test_surgery_is_between_tasks_and_not_between_terms_of_one_task() -> None:
 
 class TwoTermsWithoutSurgery(TwoTerms):
     gradient_surgery: ClassVar[bool] = False
+
+
+@pytest.mark.parametrize("max_norm", [None, 1e6])
+def test_divisor_is_the_scale_of_the_loss_even_if_the_scale_grows_in_this_step(max_norm: float | None) -> None:
+    guard = UpdateGuard(torch.device("cpu"), torch.float16, continues=False)
+    assert guard.scale is not None
+    guard.growth.fill_(1999)  # the scale doubles after 2,000 steps without an overflow
+    weight = nn.Parameter(torch.tensor([1.0, 2.0]))
+    guard.scale_loss(weight @ torch.tensor([3.0, 4.0])).backward()
+    norm, divisor = compute_norm_and_divisor([weight], scale=guard.scale, max_norm=max_norm)
+    scale_of_loss = float(guard.scale)
+    skip_update = guard.check(norm, is_skipped=False)
+    assert float(guard.scale) == 2 * scale_of_loss
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    step_optimizers([optimizer], divisor=divisor, skip_update=skip_update)
+    assert weight.tolist() == [-2.0, -2.0]

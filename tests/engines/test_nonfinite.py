@@ -13,15 +13,16 @@ from safetensors.numpy import load_file
 
 from bottega.callbacks.early_stopping import EarlyStopping
 from bottega.callbacks.jsonl import JsonLines
+from bottega.callbacks.stability import Stability
 from bottega.core import checkpoint
 from bottega.core.callback import Callback, Progress
 from bottega.core.errors import Diverged
-from bottega.core.rundir import read_metrics
 from bottega.core.saver import Saver
 from bottega.core.trainer import BestMetric, Cadences, Trainer
 from bottega.data.loading.loader import iter_eval_batches
 from bottega.engines.nonfinite import MAX_SKIPPED_UPDATES, NonfiniteRecovery
 from bottega.engines.torch import optimizers
+from bottega.metrics_log import read_metrics
 from bottega.techniques.ewc.torch import Ewc
 from small_run import differing_tensors
 from toy_task import Toy, copy_state, engine, loader, source, train_steps, training
@@ -188,6 +189,16 @@ def test_rollback_skips_the_bad_batch(tmp_path: Path, log: int) -> None:
     assert sum("rolled back" in text for text in trial.warned) == len(bad_steps)
     logged = [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")]
     assert logged == list(range(log, 11, log)), "each step once, although some ran twice"
+
+
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+@pytest.mark.parametrize("log", [1, 2, 5])
+def test_skipped_steps_are_in_the_metrics(tmp_path: Path, policy: str, log: int) -> None:
+    trial = Trial(tmp_path, policy, log=log)
+    trial.run(Stability(), JsonLines(tmp_path / "metrics.jsonl", trial.warned.append))
+    bad_steps = [step for step in range(10) if BAD in trial.loader.indices(step)[0]]
+    for row in read_metrics(tmp_path / "metrics.jsonl"):
+        assert row["skipped_steps"] == sum(step < row["step"] for step in bad_steps)
 
 
 def test_skipped_steps_are_saved_in_the_checkpoint(tmp_path: Path) -> None:

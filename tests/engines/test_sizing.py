@@ -133,10 +133,12 @@ def test_auto_halves_the_micro_batch_when_host_allocation_fails() -> None:
     assert (full.micro_batch_size, halved.micro_batch_size) == (8, 2)
     assert_equal_weights(full, halved)
     fixed = engine(training(micro_batch_size=8), task=HostOutOfMemory(fits=3), micro=8)
-    with pytest.raises(OutOfMemory, match=r"a micro-batch of 8; lower training\.micro_batch_size or set it to auto"):
+    with pytest.raises(
+        OutOfMemory, match=r"a micro-batch of 8: .*; lower training\.micro_batch_size or set it to auto"
+    ):
         fixed.train_step(0, loader(of=fixed).batch(0))
     # With several processes auto cannot halve in the middle of a step.
-    with pytest.raises(OutOfMemory, match=r"a micro-batch of 8; set training\.micro_batch_size to 4 or less"):
+    with pytest.raises(OutOfMemory, match=r"a micro-batch of 8: .*; set training\.micro_batch_size to 4 or less"):
         micro_batches.halve_micro_batch(full, 8, MemoryError(), is_allowed=False)
 
 

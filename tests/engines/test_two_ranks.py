@@ -10,9 +10,9 @@ import pytest
 from safetensors.numpy import load_file
 
 import two_ranks as two_ranks_script
-from bottega.core.rundir import read_metrics
 from bottega.core.trainer import evaluate
 from bottega.data.loading.loader import iter_eval_batches
+from bottega.metrics_log import read_metrics
 from toy_task import Toy, copy_state, engine, loader, source, train_steps, training
 
 

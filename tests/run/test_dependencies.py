@@ -39,6 +39,7 @@ TINY: dict[str, Any] = {
     "model.downsample": 2,
     "samples.every": None,
     "logging.tensorboard": False,
+    "logging.report": False,
     "logging.resources": False,
 }
 JUDGE: dict[str, Any] = {
@@ -46,6 +47,7 @@ JUDGE: dict[str, Any] = {
     "training.batch_size": 8,
     "model.hidden_size": 8,
     "logging.tensorboard": False,
+    "logging.report": False,
     "logging.resources": False,
 }
 IN_LATENTS: dict[str, Any] = {"model.vae": "needs.vae", "model.patch_size": 1, "training.max_steps": 2}

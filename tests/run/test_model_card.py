@@ -18,6 +18,9 @@ class EngineWithoutParameters(FakeEngine):
     def parameters(self) -> dict[str, Any]:
         return {}
 
+    def num_active_parameters(self) -> int:
+        return 0
+
 
 @pytest.mark.parametrize(
     ("best", "best_step", "line"),

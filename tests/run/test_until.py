@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bottega.core.errors import UsageError
-from bottega.core.rundir import read_metrics
+from bottega.metrics_log import read_metrics
 from bottega.run.train import train_command
 from small_run import differing_tensors, read_tensors
 from small_texts import settings

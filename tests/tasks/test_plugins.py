@@ -30,6 +30,7 @@ SMALL = (
     "checkpoint.every=4",
     "evaluation.every=4",
     "logging.tensorboard=false",
+    "logging.report=false",
 )
 
 

@@ -416,6 +416,7 @@ def train_digits(folder: Path, name: str, seed: int, techniques: list[Any]) -> N
         "training.scheduler": {"name": "constant", "warmup_steps": 5},
         "evaluation.every": 60,
         "logging.tensorboard": False,
+        "logging.report": False,
         "logging.resources": False,
     }
     bottega.train("classify/image", values)

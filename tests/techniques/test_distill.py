@@ -23,11 +23,11 @@ from bottega.config.load import to_yaml
 from bottega.core.errors import CheckpointError, UsageError
 from bottega.core.model_spec import ModelSpec
 from bottega.core.noise import Noise
-from bottega.core.rundir import read_metrics
 from bottega.core.task import Task
 from bottega.core.trainer import evaluate
 from bottega.core.types import Loss
 from bottega.data.loading.loader import iter_eval_batches
+from bottega.metrics_log import read_metrics
 from bottega.models.build import build_models
 from bottega.models.decoder.config import TransformerShape
 from bottega.models.decoder.torch import Transformer
@@ -526,6 +526,7 @@ def test_teacher_dependency_is_trained_first_and_once(tmp_path: Path, capsys: py
         "training.batch_size": 8,
         "model.hidden_size": 8,
         "logging.tensorboard": False,
+        "logging.report": False,
     }
     options = {
         **distill_from("needs.teacher"),
@@ -598,6 +599,7 @@ def test_a_distilled_student_beats_the_same_student_alone(
     quiet = {
         "output_dir": str(tmp_path),
         "logging.tensorboard": False,
+        "logging.report": False,
         "logging.resources": False,
         "training.ema": None,
     }

@@ -502,6 +502,7 @@ FEW_SHOT_DIGITS: dict[str, Any] = {
     "evaluation.mode": "min",
     "checkpoint.every": 60,
     "logging.tensorboard": False,
+    "logging.report": False,
     "logging.resources": False,
 }
 

@@ -22,7 +22,8 @@ import bottega
 from bottega.config.load import to_yaml
 from bottega.core import checkpoint
 from bottega.core.errors import UsageError
-from bottega.core.rundir import RunDirectory, read_metrics
+from bottega.core.rundir import RunDirectory
+from bottega.metrics_log import read_metrics
 from bottega.run.job_pool import Job
 from bottega.tasks.recipes import load_recipe
 from bottega.tuning.plan import StudyFailed, plan_study

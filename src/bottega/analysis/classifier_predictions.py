@@ -44,20 +44,6 @@ class ClassifierPredictions:
             return classification.confusion_matrices(self.labels, self.predicted)
         return classification.confusion_matrix(self.labels, self.predicted, len(self.classes))
 
-    def compute_class_metrics(self) -> dict[str, dict[str, float]]:
-        """Return class -> precision, recall, f1 and support (its number of samples)."""
-        metrics = classification.per_class_metrics(self.confusion_matrix)
-        columns = {
-            "precision": metrics.precision,
-            "recall": metrics.recall,
-            "f1": metrics.f1,
-            "support": metrics.support,
-        }
-        return {
-            name: {key: float(values[i]) if key != "support" else int(values[i]) for key, values in columns.items()}
-            for i, name in enumerate(self.classes)
-        }
-
     def to_rows(self) -> list[dict[str, Any]]:
         """Return {"key", "label", "predicted", "probability"} of each sample; the probability is that of the predicted class."""
         return [self._build_row(i) for i in range(len(self))]

@@ -17,8 +17,9 @@ from bottega.config.metrics import infer_metric_mode
 from bottega.config.recipe import Recipe, diff_recipes
 from bottega.core import checkpoint
 from bottega.core.errors import DataError, UsageError
-from bottega.core.rundir import RunDirectory, is_run, read_metrics
+from bottega.core.rundir import RunDirectory, is_run
 from bottega.core.trainer import BestMetric
+from bottega.metrics_log import read_metrics
 from bottega.tasks.recipes import load_saved_recipe
 from bottega.tasks.registry import find_spec
 

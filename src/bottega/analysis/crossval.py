@@ -156,7 +156,7 @@ def _write_fold_recipe(root: RunDirectory, fold: Fold) -> Job:
     """Write the recipe of a fold to a file that `bottega train` accepts, and return its job."""
     file = root.path / "recipes" / f"{fold.run.path.name}.yaml"
     file.parent.mkdir(exist_ok=True)
-    root.write(file, to_yaml(fold.recipe))
+    root.write(file, to_yaml(fold.recipe), redact=False)
     return Job(fold.run, file)
 
 
@@ -304,7 +304,7 @@ def _pool_predictions(
     classes = tuple(dict.fromkeys(name for result in results for name in result["per_class"]))
     report["pooled"], matrix = crossval_table.pool_predictions(rows, classes)
     predictions_file = root.path / "predictions.jsonl"
-    root.write(predictions_file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    root.write(predictions_file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), redact=False)
     report["files"]["predictions"] = str(predictions_file)
     return (matrix if matrix.ndim == 2 else None), classes
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,7 @@ def format_report(report: dict[str, Any]) -> str:
     if report.get("test"):
         lines += ["", "test, the same samples for all folds", "", *_format_fold_table(report, "test", report["test"])]
     lines += ["", *(f"{name:<12}{file}" for name, file in report["files"].items())]
+    lines.append(f"{'report':<12}bottega report {shlex.quote(report['folder'])}")
     notes = list(report["notes"])
     ends = [(name, summary["interval"][end]) for name, summary in report["metrics"].items() for end in ("low", "high")]
     if any(_clip_end(name, value, report["task"])[1] for name, value in ends):

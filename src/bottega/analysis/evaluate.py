@@ -8,11 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bottega.core.errors import UsageError
-from bottega.data.output_files import explain_write_errors, replace_non_finite
+from bottega.core.errors import EnvironmentProblem, UsageError
+from bottega.core.rundir import split_checkpoint_path
+from bottega.data.output_files import explain_write_errors
 from bottega.data.sources.source import Source
+from bottega.redaction import redact_values
 from bottega.run.saved import SavedRun, open_run, strip_flag_dashes
 from bottega.storage.durable import replacing_file
+from bottega.storage.json_values import replace_non_finite
 from bottega.tasks.evaluation_data import DataRequest
 from bottega.terminal import open_console
 
@@ -63,16 +66,27 @@ def evaluate(
 def evaluate_run(run: str | Path, *, request: DataRequest, out: Path | None = None, **options: Any) -> dict[str, Any]:
     """Evaluate a run, and write metrics.json and the predictions and plots of a classifier to `out`.
 
-    The images of a personalised run are always written, by default to the folder of the run.
+    Without `out`, metrics.json of the run's own data is written to RUN/evaluation/SPLIT, from where `bottega report` reads it, and so
+    are the images of a personalised run. With `count` 0 nothing is.
     """
     result = _evaluate(run, request=request, out=out, **options)
     if out is not None or "folder" in result:
-        file = (out or Path(result["folder"])) / "metrics.json"
-        metadata = {name: value for name, value in result.items() if name not in ("metrics", "files", "folder")}
-        fields = {**result["metrics"], **metadata}
-        with explain_write_errors(file), replacing_file(file) as temporary:
-            temporary.write_text(json.dumps(replace_non_finite(fields), indent=1) + "\n")
+        _write_result(result, out or Path(result["folder"]))
+    elif result["data"] is None and options.get("count") != 0:  # a loss alone must not replace the scores of samples
+        try:
+            _write_result(result, split_checkpoint_path(Path(run))[0] / "evaluation" / str(result["split"]))
+        except EnvironmentProblem as error:  # the run of somebody else, or a full disk: the result is still printed
+            result["notes"] = [*result.get("notes", []), f"not recorded for the report: {error}"]
     return result
+
+
+def _write_result(result: dict[str, Any], folder: Path) -> None:
+    """Write metrics.json: the metrics by name, and everything else that --json prints."""
+    file = folder / "metrics.json"
+    metadata = {name: value for name, value in result.items() if name not in ("metrics", "files", "folder")}
+    fields = {**result["metrics"], **metadata}
+    with explain_write_errors(file), replacing_file(file) as temporary:
+        temporary.write_text(json.dumps(redact_values(replace_non_finite(fields)), indent=1) + "\n")
 
 
 def _evaluate(
@@ -107,9 +121,9 @@ def _evaluate(
     if "probability" in rows:
         from bottega.analysis.classifier_predictions import ClassifierPredictions
 
-        predictions = ClassifierPredictions(rows, source, tuple(saved.workload.classes.names))  # type: ignore[attr-defined]
-        result["per_class"] = predictions.compute_class_metrics()
+        result |= saved.workload.build_evaluation_tables(rows)
         if out is not None:
+            predictions = ClassifierPredictions(rows, source, tuple(saved.workload.classes.names))  # type: ignore[attr-defined]
             notes: list[str] = []
             result["files"] = [str(path) for path in predictions.write_files(out, warn=notes.append)]
             result |= {"notes": [*result.get("notes", []), *notes]} if notes else {}

@@ -17,6 +17,7 @@ from bottega.data.output_files import explain_write_errors
 from bottega.engines.lr_range_test import check_range
 from bottega.plots.figure import try_plot
 from bottega.plots.lr_range import plot_range_test
+from bottega.redaction import redact_values
 from bottega.run import resume
 from bottega.run.auto_learning_rate import PLOT_FILE, REPORT_FILE, run_range_test
 from bottega.run.checks import find_problems, raise_all
@@ -121,7 +122,7 @@ def write_report(report: dict[str, Any], out: Path) -> dict[str, Any]:
     """Write lr-find.json and its plot to `out`, and return the report with the paths of both, or with a note on the plot."""
     file, plot_file = out / REPORT_FILE, out / PLOT_FILE
     with explain_write_errors(file), replacing_file(file) as temporary:
-        temporary.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        temporary.write_text(json.dumps(redact_values(report), indent=1) + "\n", encoding="utf-8")
     notes: list[str] = []
     is_plotted = try_plot(partial(plot_range_test, report), plot_file, warn=notes.append)
     return {**report, "json": str(file), **({"picture": str(plot_file)} if is_plotted else {"notes": notes})}

@@ -12,9 +12,10 @@ from bottega.callbacks.console import Console
 from bottega.callbacks.progress_bars import progress_bars
 from bottega.config.load import get_global_batch_size
 from bottega.core.engine import Engine
-from bottega.core.errors import OutOfMemory, UsageError
+from bottega.core.errors import UsageError
 from bottega.core.types import Batch
 from bottega.data.sources.source import Source
+from bottega.engines.out_of_memory import build_out_of_memory_error
 from bottega.run.checks import find_problems, raise_all
 from bottega.run.compose import build_engine, build_training_plan, prepare_workload
 from bottega.run.train import ensure_dependency
@@ -84,7 +85,8 @@ def measure_memory(
     is_gpu = engine.device_type == "cuda"
     measurement = engine.measure_memory(build_batch, max_micro_batch=max_micro_batch, report_progress=report_progress)
     if not measurement.steps:
-        raise OutOfMemory(f"out of memory on {engine.device} with one example; use a smaller model or shorter samples")
+        advice = "use a smaller model or shorter samples"
+        raise build_out_of_memory_error(engine.memory_use(), "with one example", advice=advice)
     trained_model = next(model for model in measurement.models if model.name == "model")
     return {
         "device": measurement.device,

@@ -39,9 +39,10 @@ from bottega.analysis.personalize_truth import (
     score_fields,
     score_keywords,
 )
-from bottega.data.output_files import explain_write_errors, replace_non_finite
+from bottega.data.output_files import explain_write_errors
 from bottega.plots.figure import try_plot
 from bottega.storage.durable import replacing_file
+from bottega.storage.json_values import replace_non_finite
 from bottega.tasks.personalize.arms import ARMS
 from bottega.tasks.personalize.contact_sheets import MAX_HISTORY_SHOWN
 from bottega.tasks.personalize.data.records import Item, Record, pick_evenly_spaced

@@ -9,6 +9,7 @@ from bottega.callbacks.console import Console
 from bottega.config.load import ResolvedRecipe, get_global_batch_size, to_yaml
 from bottega.config.recipe import Recipe
 from bottega.core.errors import BottegaError, DataError
+from bottega.redaction import redact_values
 from bottega.run.checks import (
     find_data_problems,
     find_directory_problems,
@@ -53,13 +54,13 @@ def plan_recipe(sources: list[Any], overrides: Any = (), *, show: bool) -> dict[
     if show:
         for note in notes:
             print_notice(f"bottega: {note}")
-        print_result(to_yaml(resolved.recipe), end="")
+        print_result(to_yaml(resolved.recipe), end="", is_data=True)
         print_notice(
             f"bottega: {_summarise_run(resolved.recipe) if len(tasks) == 1 else 'valid for ' + ', '.join(tasks)}"
         )
         for line in _list_additions(resolved.recipe):
             print_notice(f"bottega: {line}")
-    return {"valid": True, "tasks": tasks, "notes": notes, "recipe": resolved.recipe.to_plain_dict()}
+    return {"valid": True, "tasks": tasks, "notes": notes, "recipe": redact_values(resolved.recipe.to_plain_dict())}
 
 
 def _resolve_recipe(sources: list[Any], overrides: Any) -> ResolvedRecipe:

@@ -13,14 +13,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from bottega.callbacks.resources import MACHINE_METRICS
 from bottega.core import checkpoint
 from bottega.core.errors import BottegaError, CheckpointError
-from bottega.core.rundir import RunDirectory, read_metrics
+from bottega.core.rundir import RunDirectory
+from bottega.metrics_log import read_metrics
 from bottega.tasks import plugins
 from bottega.terminal import print_notice
 
-SPEED_METRICS = ("samples_per_second", "units_per_second", "data_wait", "step_seconds")
-MACHINE_METRICS = ("cpu_percent", "ram_gib", "disk_free_gib", "gpu_memory_gib", "gpu_percent")
+SPEED_METRICS = ("samples_per_second", "units_per_second", "data_wait", "step_seconds", "matmul_share")
 TIMING_METRICS = (*SPEED_METRICS, *MACHINE_METRICS)
 """Metrics of speed and load, which may differ between two equal runs."""
 

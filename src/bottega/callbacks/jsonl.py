@@ -1,26 +1,25 @@
-"""metrics.jsonl: one JSON object for each log and evaluation."""
+"""metrics.jsonl and modules.jsonl: one JSON object for each log and evaluation, and for each inspected step."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from bottega.core.callback import Callback, Progress
-from bottega.core.rundir import RunDirectory
+from bottega.metrics_log import truncate_metrics
+from bottega.redaction import redact_values
 from bottega.storage.durable import open_without_following_links
+from bottega.storage.json_values import replace_non_finite
 
 
-class JsonLines(Callback):
-    """Appends each log and evaluation as a line of JSON.
+class LineWriter(Callback):
+    """Base class of the callbacks that append to a file of JSON lines.
 
     A failed write, as on a full disk, is reported once; its lines are kept and written with the next line.
     """
-
-    name = "jsonl"
 
     def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
         self.path, self.warn = path, warn
@@ -29,24 +28,18 @@ class JsonLines(Callback):
         self._complete_size: int | None = None
         """Bytes of complete lines while the file may end with part of one; else None."""
 
-    def after_step(self, progress: Progress, metrics: dict[str, float]) -> None:
-        self._write({"step": progress.step, "kind": "train", "samples": progress.samples, **metrics})
-
-    def after_eval(self, progress: Progress, metrics: dict[str, float]) -> None:
-        self._write({"step": progress.step, "kind": "eval", "samples": progress.samples, **metrics})
-
     def rewind(self, progress: Progress) -> None:
         self._pending_lines, self._complete_size = [], None  # they belong to later steps
-        RunDirectory(self.path.parent).truncate_metrics(progress)
+        truncate_metrics(self.path, progress)
 
     def finish(self, progress: Progress, error: BaseException | None) -> None:
         if self._pending_lines:
             self._flush()
 
-    def _write(self, row: dict[str, Any]) -> None:
-        # JSON has no NaN or infinity; they are written as null.
-        finite_row = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-        self._pending_lines.append(json.dumps(finite_row) + "\n")
+    def write(self, progress: Progress, kind: str, fields: Mapping[str, Any]) -> None:
+        """Append a line. JSON has no NaN or infinity; they are written as null."""
+        row = {"step": progress.step, "kind": kind, "samples": progress.samples, **replace_non_finite(fields)}
+        self._pending_lines.append(json.dumps(redact_values(row)) + "\n")
         self._flush()
 
     def _flush(self) -> None:
@@ -63,3 +56,24 @@ class JsonLines(Callback):
             if not self._has_warned:
                 self.warn(f"cannot write {self.path}: {error.strerror}; its lines are buffered until writing succeeds")
             self._has_warned = True
+
+
+class JsonLines(LineWriter):
+    """Appends the metrics of each log and evaluation."""
+
+    name = "jsonl"
+
+    def after_step(self, progress: Progress, metrics: dict[str, float]) -> None:
+        self.write(progress, "train", metrics)
+
+    def after_eval(self, progress: Progress, metrics: dict[str, float]) -> None:
+        self.write(progress, "eval", metrics)
+
+
+class ModuleLines(LineWriter):
+    """Appends the statistics of all modules in each inspected step."""
+
+    name = "modules"
+
+    def after_inspect(self, progress: Progress, modules: Mapping[str, Mapping[str, float]]) -> None:
+        self.write(progress, "modules", {"modules": modules})

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-from bottega.config.credentials import strip_credentials_in_text
+from bottega.redaction import redact_text
 from bottega.storage.durable import open_without_following_links
 from bottega.terminal import escape_controls
 
@@ -21,9 +21,9 @@ class LogFile:
         self.path = path
 
     def write(self, text: str, level: Level = "INFO") -> None:
-        """Append `text`, each of its lines with time and level; credentials in addresses are removed."""
+        """Append `text`, each of its lines with time and level, without secrets."""
         prefix = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {level}"
-        lines = escape_controls(strip_credentials_in_text(text)).splitlines()
+        lines = escape_controls(redact_text(text)).splitlines()
         entries = [f"{prefix} {line}".rstrip() + "\n" for line in lines if line.strip()]
         with suppress(OSError), open(self.path, "ab", buffering=0, opener=open_without_following_links) as file:
             file.write("".join(entries).encode("utf-8", "replace"))

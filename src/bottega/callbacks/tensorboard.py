@@ -1,208 +1,139 @@
-"""TensorBoard event files: scalars, texts, images and audio of a run."""
+"""TensorBoard: metrics, samples, module statistics and histograms of a run as events."""
 
 from __future__ import annotations
 
-import io
-import itertools
 import logging
-import os
-import socket
-import time
-import wave
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bottega.core.callback import Callback, Progress
-
-CONTACT_SHEET_STEMS = ("sheet", "spectrograms")
-MAX_MEDIA_FILES = 16
-"""Files of each kind that are logged per step, to limit the size of event files."""
-PNG_SIGNATURE, GIF_SIGNATURES = b"\x89PNG\r\n\x1a\n", (b"GIF87a", b"GIF89a")
-
-
-def find_media(folder: Path, suffix: str) -> list[Path]:
-    """Return the files of one kind to log: the contact sheet if there is one, else the first single files."""
-    files = sorted(path for path in folder.glob(f"*{suffix}") if not path.name.startswith("."))
-    return [path for path in files if path.stem in CONTACT_SHEET_STEMS] or files[:MAX_MEDIA_FILES]
-
-
-def make_media_summary(path: Path, tag: str) -> Any:
-    """Return the bytes of a .png, .gif or .wav as a `Summary`; None if the content is none of these.
-
-    TensorBoard's `add_image` would decode and re-encode it, `add_audio` would rescale it, and neither keeps an animated GIF.
-    """
-    from tensorboard.compat.proto.summary_pb2 import Summary
-
-    data = path.read_bytes()
-    if data[:8] == PNG_SIGNATURE:
-        width, height = (int.from_bytes(data[at : at + 4], "big") for at in (16, 20))
-    elif data[:6] in GIF_SIGNATURES:
-        width, height = (int.from_bytes(data[at : at + 2], "little") for at in (6, 8))
-    else:
-        return _make_audio_summary(data, tag)
-    image = Summary.Image(width=width, height=height, colorspace=3, encoded_image_string=data)
-    return Summary(value=[Summary.Value(tag=tag, image=image)])
-
-
-def _make_audio_summary(data: bytes, tag: str) -> Any:
-    from tensorboard.compat.proto.summary_pb2 import Summary
-
-    try:
-        with wave.open(io.BytesIO(data)) as file:
-            parameters = file.getparams()
-    except (wave.Error, EOFError):
-        return None
-    audio = Summary.Audio(
-        sample_rate=parameters.framerate,
-        num_channels=parameters.nchannels,
-        length_frames=parameters.nframes,
-        encoded_audio_string=data,
-        content_type="audio/wav",
-    )
-    return Summary(value=[Summary.Value(tag=tag, audio=audio)])
-
-
-def _wait_for_later_name(folder: Path) -> None:
-    """Wait, at most a second, until the name of a new event file sorts after the existing ones.
-
-    TensorBoard reads files in the order of their names, which are events.out.tfevents.SECONDS.HOST.PROCESS.NUMBER. Within one
-    second the process and the number decide, and they have no leading zeros, so that 10 sorts before 9.
-    """
-    deadline = time.monotonic() + 1.1
-    newest = max((path.name.split(".")[3] for path in folder.glob("events.out.tfevents.*")), default="")
-    while str(int(time.time())) <= newest and time.monotonic() < deadline:
-        time.sleep(0.02)
-
-
-class EventFile:
-    """An event file written in the calling thread; TensorBoard's own writer uses another thread, in which a full disk only prints a traceback.
-
-    If a call cannot write all of its events, the events of that call are removed, so that the file ends with a complete event.
-    """
-
-    def __init__(self, folder: Path, *, purge_step: int) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-
-        folder.mkdir(parents=True, exist_ok=True)
-        stem = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
-        number = next(number for number in itertools.count() if not (folder / f"{stem}.{number}").exists())
-        self._file = io.FileIO(folder / f"{stem}.{number}", "xb")
-        # On a START event TensorBoard discards what it has read from `purge_step` on: those steps were rolled back, or run by a
-        # process that was killed before it saved them.
-        start = Event(wall_time=time.time(), step=purge_step, session_log=SessionLog(status=SessionLog.START))
-        try:
-            self._write([Event(wall_time=time.time(), file_version="brain.Event:2"), start])
-        except OSError:
-            self._file.close()
-            raise
-
-    def add(self, summaries: Iterable[Any], step: int) -> None:
-        """Write an event for each `Summary` at `step`."""
-        from tensorboard.compat.proto.event_pb2 import Event
-
-        self._write([Event(wall_time=time.time(), step=step, summary=summary) for summary in summaries])
-
-    def close(self) -> None:
-        self._file.close()
-
-    def _write(self, events: list[Any]) -> None:
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        records = io.BytesIO()
-        for event in events:
-            RecordWriter(records).write(event.SerializeToString())
-        complete_size, remaining = self._file.tell(), records.getbuffer()
-        try:
-            while remaining:
-                remaining = remaining[self._file.write(remaining) :]
-        except OSError:
-            self._file.truncate(complete_size)
-            raise
-
-
-def _make_scalar_summary(tag: str, value: float) -> Any:
-    from tensorboard.compat.proto.summary_pb2 import Summary
-
-    return Summary(value=[Summary.Value(tag=tag, simple_value=value)])
-
-
-def _make_text_summary(tag: str, text: str) -> Any:
-    from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
-    from tensorboard.compat.proto.tensor_pb2 import TensorProto
-    from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
-
-    metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
-    shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
-    tensor = TensorProto(dtype="DT_STRING", string_val=[text.encode()], tensor_shape=shape)
-    return Summary(value=[Summary.Value(tag=f"{tag}/text_summary", metadata=metadata, tensor=tensor)])
+from bottega.callbacks.media_files import find_media, render_film_strip
+from bottega.callbacks.tensorboard_events import EventFile, has_tag_at, truncate_last_event
+from bottega.callbacks.tensorboard_hparams import (
+    Hyperparameters,
+    is_session_end,
+    make_layout_summary,
+    make_session_end,
+    make_session_start,
+)
+from bottega.callbacks.tensorboard_summaries import (
+    make_histogram_summary,
+    make_media_summary,
+    make_scalar_summary,
+    make_text_summary,
+)
+from bottega.core.callback import Callback, Histogram, Progress
+from bottega.core.errors import Interrupted
 
 
 class TensorBoard(Callback):
-    """Writes metrics and samples as TensorBoard events.
+    """Writes everything that a run logs as TensorBoard events.
 
-    TensorBoard is imported on first use, because that takes a second. A failed write, as on a full disk, is reported once and
-    ends the logging, not the run.
+    TensorBoard is imported on first use, because that takes a second. A failed write raises OSError; `TrackerGuard` turns it into a
+    warning. `metrics` are the names of the evaluation metrics, `best_metric` the one that decides which checkpoint is best.
     """
 
     name = "tensorboard"
 
-    def __init__(self, folder: Path, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        warn: Callable[[str], None],
+        *,
+        hyperparameters: Hyperparameters | None = None,
+        metrics: Sequence[str] = (),
+        best_metric: str = "loss",
+    ) -> None:
         self.folder, self.warn = folder, warn
+        self.hyperparameters, self.metrics, self.best_metric = hyperparameters or {}, metrics, best_metric
         self._events: EventFile | None = None
+        self._has_warned = False
+        self._start_step = 0
 
     def start(self, progress: Progress) -> None:
         logging.getLogger("tensorboard").setLevel(logging.ERROR)
-        with self._report_write_errors():
-            _wait_for_later_name(self.folder)
-            self._events = EventFile(self.folder, purge_step=progress.step + 1)
+        # TensorBoard shows the first end of a run that it reads, so that of an earlier process would hide the real one.
+        truncate_last_event(self.folder, is_session_end)
+        self._start_step = progress.step
+        self._open_events(progress)
 
     def after_step(self, progress: Progress, metrics: dict[str, float]) -> None:
-        self._add("train", progress, metrics)
+        self._add_scalars("train", metrics, progress.step)
+
+    def after_inspect(self, progress: Progress, modules: Mapping[str, Mapping[str, float]]) -> None:
+        for name, statistics in modules.items():
+            self._add_scalars(f"modules/{name}", statistics, progress.step)
+
+    def after_histograms(self, progress: Progress, histograms: Mapping[str, Histogram]) -> None:
+        summaries = (make_histogram_summary(name, histogram) for name, histogram in histograms.items())
+        self._add([summary for summary in summaries if summary is not None], progress.step)
 
     def after_eval(self, progress: Progress, metrics: dict[str, float]) -> None:
-        self._add("validation", progress, metrics)
+        # An evaluation that is due at the first step of a resumed run is repeated, even if a killed process has logged it.
+        if progress.step == self._start_step and has_tag_at(self.folder, "validation/", progress.step):
+            return
+        self._add_scalars("validation", metrics, progress.step)
+        if progress.best is not None:
+            # The HPARAMS tab shows the first scalars by name; this one comes before all others.
+            self._add_scalars("best", {self.best_metric: progress.best}, progress.step)
 
     def after_sample(self, progress: Progress, folder: Path) -> None:
-        if self._events is None:
-            return
-        with self._report_write_errors():
-            for path in sorted(folder.glob("*.txt")):
-                text = "    " + path.read_text(encoding="utf-8").replace("\n", "\n    ")
-                self._events.add([_make_text_summary(f"samples/{path.stem}", text)], progress.step)
-            for path in [path for suffix in (".png", ".gif", ".wav") for path in find_media(folder, suffix)]:
-                # The tag contains the suffix: TensorBoard allows one kind per tag, and there may be sheet.png and sheet.gif.
-                sample = make_media_summary(path, f"samples/{path.name}")
-                if sample is not None:
-                    self._events.add([sample], progress.step)
+        for summary in self._make_sample_summaries(folder):
+            self._add([summary], progress.step)
 
     def rewind(self, progress: Progress) -> None:
-        self.finish(progress, None)
-        self.start(progress)
+        if self._events is not None:
+            self._events.close()
+            self._open_events(progress)
 
     def finish(self, progress: Progress, error: BaseException | None) -> None:
-        if self._events is not None:
-            with self._report_write_errors():
-                self._events.close()
-            self._events = None
-
-    def _add(self, group: str, progress: Progress, metrics: dict[str, float]) -> None:
-        if self._events is not None:
-            with self._report_write_errors():
-                self._events.add(
-                    [_make_scalar_summary(f"{group}/{name}", value) for name, value in metrics.items()], progress.step
-                )
-
-    @contextmanager
-    def _report_write_errors(self) -> Iterator[None]:
-        """Warn and stop logging after the first write that fails."""
+        if self._events is None:
+            return
         try:
-            yield
-        except OSError as error:
-            reason = error.strerror or error
-            self.warn(f"cannot write TensorBoard events to {self.folder}: {reason}; training continues without them")
-            if self._events is not None:
-                with suppress(OSError):
-                    self._events.close()
+            # A run that was interrupted or paused has not ended.
+            is_paused = error is None and progress.step < progress.total and progress.stop is None
+            if not is_paused and not isinstance(error, Interrupted | KeyboardInterrupt):
+                self._add([make_session_end(is_success=error is None)], progress.step)
+        finally:
+            self._events.close()
             self._events = None
+
+    def _open_events(self, progress: Progress) -> None:
+        """Open a new file, which makes TensorBoard discard the steps that are run again."""
+        self._events = EventFile(self.folder, purge_step=progress.step + 1)
+        comparison = [
+            make_session_start(self.hyperparameters, group=self.folder.name),
+            make_layout_summary(self.metrics),
+        ]
+        # At the next step, so that another start at this one discards them, and none is there twice.
+        self._add(comparison, progress.step + 1)
+
+    def _make_sample_summaries(self, folder: Path) -> Iterator[Any]:
+        """Yield the samples of a folder. Files that are damaged or have been deleted are left out."""
+        # Tags contain the suffix: TensorBoard allows one kind per tag, and there may be sheet.png and sheet.gif.
+        for path in find_media(folder, ".txt"):
+            if (data := self._read(path)) is not None:
+                yield make_text_summary(f"samples/{path.name}", data.decode("utf-8", errors="replace"))
+        animations = find_media(folder, ".gif")
+        videos = find_media(folder, ".mp4") if not animations else []
+        for path in [*find_media(folder, ".png"), *animations, *find_media(folder, ".wav"), *videos]:
+            data = self._read(path, render_film_strip if path.suffix == ".mp4" else Path.read_bytes)
+            summary = make_media_summary(data, f"samples/{path.name}") if data else None
+            if summary is not None:
+                yield summary
+
+    def _read(self, path: Path, read: Callable[[Path], bytes | None] = Path.read_bytes) -> bytes | None:
+        try:
+            return read(path)
+        except OSError as error:
+            if not self._has_warned:
+                self.warn(f"cannot log {path} to TensorBoard: {error.strerror or error}; it is left out")
+            self._has_warned = True
+            return None
+
+    def _add_scalars(self, group: str, values: Mapping[str, float], step: int) -> None:
+        self._add([make_scalar_summary(f"{group}/{name}", value) for name, value in values.items()], step)
+
+    def _add(self, summaries: list[Any], step: int) -> None:
+        if self._events is not None and summaries:
+            self._events.add(summaries, step)

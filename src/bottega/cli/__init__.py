@@ -12,10 +12,10 @@ from contextlib import nullcontext
 from typing import Any
 
 from bottega import __version__
-from bottega.cli import analysis, data, recipes, runs
-from bottega.config.credentials import strip_credentials_in_text
+from bottega.cli import analysis, data, recipes, report, runs
 from bottega.config.launch import check_launch_variables
 from bottega.core.errors import UsageError, describe_error
+from bottega.redaction import redact_values
 from bottega.signals import CommandSignals, StopRequested, StopSignals
 from bottega.terminal import OutputClosed, drop_unwritable_output, print_notice, print_result, reserve_standard_files
 from bottega.world import World
@@ -32,7 +32,9 @@ usage: bottega VERB [...]            one recipe, one command; see `bottega VERB 
 Every verb accepts --json (one JSON object on standard output), --plugin FILE (a task of your own) and --debug (tracebacks)."""
 
 
-VERBS = {**runs.VERBS, **data.VERBS, **recipes.VERBS, **analysis.VERBS}
+VERBS = {**runs.VERBS, **data.VERBS, **recipes.VERBS, **analysis.VERBS, **report.VERBS}
+DATA_VERBS = ("generate", "predict", "data", "schema")
+"""Verbs whose result is data, from which nothing is redacted."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,8 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_notice(f"bottega: {stop}")
         return stop.code
     except Exception as error:
-        if "--debug" in words:  # errors of libraries may quote a URL with credentials
-            print_notice(strip_credentials_in_text(traceback.format_exc()))
+        if "--debug" in words:
+            print_notice(traceback.format_exc())
         return _report_error(error)
     except KeyboardInterrupt:
         return 130
@@ -100,10 +102,13 @@ def _dispatch(name: str, words: list[str]) -> int:
     arguments, remaining_words = parser.parse_known_args(_join_negative_values(parser, words))
     result = verb.run(arguments, remaining_words)
     if arguments.json and World.from_environment().is_main:
-        from bottega.data.output_files import replace_non_finite
+        from bottega.storage.json_values import replace_non_finite
 
+        result = result if name in DATA_VERBS else redact_values(result)
         text = json.dumps(replace_non_finite(result if result is not None else {}), default=str)
-        print_result(text.replace("\x7f", "\\u007f"))  # the only control character that JSON does not escape
+        print_result(
+            text.replace("\x7f", "\\u007f"), is_data=True
+        )  # the only control character that JSON does not escape
     return int(result.get("exit_code", 0)) if isinstance(result, dict) else 0
 
 
@@ -138,5 +143,5 @@ def _report_error(error: Exception) -> int:
         text = describe_plugin_error(error) or text
     world = World.from_environment()
     rank = f"rank {world.rank}: " if world.size != 1 else ""
-    print_notice(strip_credentials_in_text(f"bottega: {rank}{text}"))
+    print_notice(f"bottega: {rank}{text}")
     return code

@@ -56,7 +56,7 @@ def _describe_data(arguments: argparse.Namespace, words: list[str]) -> dict[str,
 
     report = data_command(words, examples=arguments.examples, out=Path(arguments.out or "data-report"))
     if not arguments.json:
-        print_result(format_report(report))
+        print_result(format_report(report), is_data=True)
     return report
 
 

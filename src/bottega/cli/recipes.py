@@ -58,7 +58,7 @@ def _print_schema(arguments: argparse.Namespace, words: list[str]) -> dict[str, 
     reject_extra_words(words)
     schema = build_json_schema()
     if not arguments.json:
-        print_result(json.dumps(schema, indent=2))
+        print_result(json.dumps(schema, indent=2), is_data=True)
     return schema
 
 

@@ -259,7 +259,8 @@ def _predict(arguments: argparse.Namespace, words: list[str]) -> dict[str, Any]:
         print_result(
             format_predictions(rows)
             if not arguments.out
-            else f"wrote the predictions of {len(rows)} {unit}{'s' if len(rows) != 1 else ''} to {arguments.out}"
+            else f"wrote the predictions of {len(rows)} {unit}{'s' if len(rows) != 1 else ''} to {arguments.out}",
+            is_data=True,
         )
     return {"predictions": rows}
 

@@ -155,6 +155,7 @@ _TOP_LEVEL_ALIASES: dict[str, AliasTarget] = {
     "vocab_size": "data.tokenizer.vocab_size",
     "prompt": _map_to_list("samples.prompts"),
     "wandb_enabled": "logging.wandb.enabled",
+    "profile": "profile.steps",
     "num_experts": "model.num_experts",
     "num_samples": "data.num_samples",
     "hidden_dim": "model.hidden_size",
@@ -249,7 +250,15 @@ def resolve_alias(key: str, value: Any) -> Settings:
 
 def _is_block(key: str) -> bool:
     """Return whether the alias is also the name of a block: `model: verse` is an alias, `model: {}` is not."""
-    return key in ("model", "data", "data.train", "data.validation", "data.test", "data.tokenizer") or key in (
+    return key in (
+        "model",
+        "data",
+        "profile",
+        "data.train",
+        "data.validation",
+        "data.test",
+        "data.tokenizer",
+    ) or key in (
         "training.optimizer",
         "training.scheduler",
         "training.early_stopping",

@@ -1,67 +1,36 @@
-"""Credentials in addresses of data: removed before anything is written, and kept in the environment for reading the data.
+"""Secrets in a recipe: removed before anything is written, and kept in the environment of this process and its children.
 
-A signed address (`?sig=…`) or `user:password@` gives access to anyone who sees it, so no recipe contains one: every section of a
-recipe strips its addresses on construction, and `restore_credentials` adds them again in this process.
+A signed address (`?sig=…`) or `user:password@` gives access to anyone who sees it, and so does the value of a key such as
+`api_key`. No recipe contains one: every section strips its addresses and replaces the values of secret keys by `***` on
+construction. `restore_credentials` and `read_secret` return them in this process.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
 
-CREDENTIALS_VARIABLE = "BOTTEGA_CREDENTIALS"
-"""The environment variable that passes credentials to child processes, as JSON: stripped address -> full address."""
+from bottega.core.errors import UsageError
+from bottega.redaction import CREDENTIALS_VARIABLE, LABEL_MAPS, REPLACEMENT, is_secret_value, strip_credentials
+from bottega.secret_names import is_secret_name
 
-PUBLIC_PARAMETERS = frozenset(
-    {"id", "file", "filename", "name", "path", "part", "page", "chunk", "shard", "split", "subset", "offset", "limit"}
-    | {"format", "version", "versionid", "revision", "ref", "branch", "download", "dl", "raw", "export"}
-)
-"""Query parameters that select the data. Any other parameter may be a credential."""
-
-_CONTAINER_SCHEMES = frozenset({"abfs", "abfss", "az", "wasb", "wasbs"})
-"""Schemes with a container in place of a user: abfs://container@account/path."""
-
-# One slash is enough, because pathlib collapses two; quotes and brackets end an address in a message.
-_ADDRESS = re.compile(r"\b[a-zA-Z][a-zA-Z0-9+.-]*:/{1,3}[^\s\"'<>`]+")
-_QUERY = re.compile(r"\?(?=[^?/]*=)")
-"""Outside of http a question mark is also a wildcard, as in part?/year=2020/a.parquet."""
+SECOND_VALUE = "#2"
+"""Ending of the name under which another value of a secret is stored, so that it is redacted, too."""
 
 
-def strip_credentials(address: str) -> str:
-    """Return an address without user, password and query parameters that may be credentials.
+def strip_credentials_in_values(value: Any, *, has_labels: bool = False) -> Any:
+    """Return (nested) values of a recipe without credentials of addresses and values of secret keys, which are kept in the environment.
 
-    Text that is not an address is returned unchanged.
+    `has_labels` means that the keys of `value` are labels of the data, and no names of secrets.
     """
-    scheme, separator, rest = address.partition("://")
-    if not separator or not re.fullmatch(r"[a-zA-Z][a-zA-Z0-9+.-]*", scheme):
-        return address
-    is_http = scheme.lower() in ("http", "https")
-    if not is_http and not _QUERY.search(rest):
-        # In other stores a question mark is a wildcard, and # part of a name.
-        host, slash, path = rest.partition("/")
-        return f"{scheme}://{_strip_user(host, scheme)}{slash}{path}"
-    try:
-        parts = urlsplit(address)
-    except ValueError:  # such as an IPv6 address that is not closed
-        return f"{scheme}://"
-    public_pairs = [pair for pair in parts.query.split("&") if pair.partition("=")[0].lower() in PUBLIC_PARAMETERS]
-    return urlunsplit((parts.scheme, _strip_user(parts.netloc, scheme), parts.path, "&".join(public_pairs), ""))
-
-
-def strip_credentials_in_text(text: str) -> str:
-    """Return a message with every address in it stripped."""
-    if ":/" not in text:
-        return text
-    return _ADDRESS.sub(_strip_match, text)
-
-
-def strip_credentials_in_values(value: Any) -> Any:
-    """Return (nested) values of a recipe with all addresses stripped; the credentials are kept in the environment."""
     if isinstance(value, dict):
-        return {key: strip_credentials_in_values(inner) for key, inner in value.items()}
+        return {
+            key: _store_secret(_get_name(key), str(inner))
+            if isinstance(key, str) and not has_labels and is_secret_value(key, inner)
+            else strip_credentials_in_values(inner, has_labels=key in LABEL_MAPS)
+            for key, inner in value.items()
+        }
     if isinstance(value, list | tuple):
         return (
             type(value)(strip_credentials_in_values(inner) for inner in value)
@@ -72,48 +41,81 @@ def strip_credentials_in_values(value: Any) -> Any:
         return value
     stripped = strip_credentials(value)
     if stripped != value:
-        os.environ[CREDENTIALS_VARIABLE] = json.dumps({**_read_stored_credentials(), stripped: value})
+        _store(stripped, value)  # the newest counts, since signatures expire
     return stripped
 
 
-def find_ambiguous_address(value: Any) -> str | None:
-    """Return an address that two different values have in common once stripped, or None."""
+def find_ambiguous_secret(value: Any) -> tuple[str, str] | None:
+    """Return key and message if two values differ only in what is stripped, because they would be read as one; else None.
+
+    These are two addresses that differ only in a possible credential, and two values of one secret name.
+    """
     originals: dict[str, str] = {}
 
-    def visit(inner: Any) -> str | None:
-        if isinstance(inner, dict | list | tuple):
-            return next(filter(None, map(visit, inner.values() if isinstance(inner, dict) else inner)), None)
-        if not isinstance(inner, str) or "://" not in inner:
+    def visit(inner: Any, key: str = "") -> str | None:
+        if isinstance(inner, dict):
+            return next(filter(None, (visit(child, str(name)) for name, child in inner.items())), None)
+        if isinstance(inner, list | tuple):
+            return next(filter(None, map(visit, inner)), None)
+        if is_secret_value(key, inner):
+            public = _get_name(key)
+        elif isinstance(inner, str) and "://" in inner:
+            public = strip_credentials(inner)
+        else:
             return None
-        stripped = strip_credentials(inner)
-        return stripped if originals.setdefault(stripped, inner) != inner else None
+        return public if originals.setdefault(public, str(inner)) != str(inner) else None
 
-    return visit(value)
+    public = visit(value)
+    if public is None:
+        return None
+    if is_secret_name(public):
+        return public, "two different values in this recipe; keep one, or give it in an environment variable"
+    return "data", (
+        f"{public} is given twice, with queries that differ only in a possible credential; download the files first"
+    )
 
 
 def restore_credentials(address: str) -> str:
     """Return an address with the credentials that this process has for it, if any."""
-    return _read_stored_credentials().get(address, address)
+    return _read_stored_secrets().get(address, address)
 
 
-def _read_stored_credentials() -> dict[str, str]:
+def read_secret(name: str) -> str | None:
+    """Return the value that a recipe or the command line gave to the secret key `name`, such as "api_key".
+
+    If neither did, return the environment variable of that name in capitals; None if there is none. Raises UsageError if two
+    recipes of this process, such as those of a run and a dependency, have different values under this name.
+    """
+    stored, name = _read_stored_secrets(), _get_name(name)
+    if name + SECOND_VALUE in stored:
+        raise UsageError(
+            f"{name}: two recipes of this process have different values under this name; use one value for a run and its "
+            "dependencies, or start a new process"
+        )
+    return stored.get(name) or os.environ.get(name.upper()) or None
+
+
+def _get_name(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
+def _store_secret(name: str, secret: str) -> str:
+    """Store a secret by name and return what replaces it in the recipe; a second value is stored beside the first."""
+    stored = _read_stored_secrets()
+    if stored.get(name, secret) == secret:
+        _store(name, secret)
+    else:
+        _store(name + SECOND_VALUE, secret)
+    return REPLACEMENT
+
+
+def _store(public: str, secret: str) -> None:
+    os.environ[CREDENTIALS_VARIABLE] = json.dumps({**_read_stored_secrets(), public: secret})
+
+
+def _read_stored_secrets() -> dict[str, str]:
     try:
-        addresses = json.loads(os.environ.get(CREDENTIALS_VARIABLE, "{}"))
+        secrets = json.loads(os.environ.get(CREDENTIALS_VARIABLE, "{}"))
     except ValueError:
         return {}
-    return addresses if isinstance(addresses, dict) else {}
-
-
-def _strip_user(host: str, scheme: str) -> str:
-    user, separator, address = host.rpartition("@")
-    return host if not separator or (scheme.lower() in _CONTAINER_SCHEMES and ":" not in user) else address
-
-
-def _strip_match(match: re.Match[str]) -> str:
-    """Strip one address inside a sentence, without the punctuation after it."""
-    address = match.group()
-    trimmed = address.rstrip(".,;:)]}")
-    scheme, _, rest = trimmed.partition(":")
-    slashes = rest[: len(rest) - len(rest.lstrip("/"))]
-    stripped = strip_credentials(f"{scheme}://{rest.lstrip('/')}")
-    return stripped.replace("://", f":{slashes}", 1) + address[len(trimmed) :]
+    return secrets if isinstance(secrets, dict) else {}

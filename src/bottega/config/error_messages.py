@@ -12,6 +12,7 @@ from bottega.config.aliases import resolve_alias
 from bottega.config.layers import FlatConfig, Location, Problem
 from bottega.config.schema_keys import suggest_key
 from bottega.config.section import Section
+from bottega.secret_names import is_secret_name
 from bottega.similar_names import find_similar_names
 
 _EXPECTED = {
@@ -36,7 +37,6 @@ _LIMITS = {
     "less_than": ("lt", "a number below"),
     "less_than_equal": ("le", "at most"),
 }
-_SECRET = re.compile(r"(^|[._])(api_?key|key|token|secret|password)$", re.IGNORECASE)
 
 
 def describe_validation_error(
@@ -117,12 +117,13 @@ def _find_nearest_line(typed_key: str, lines: Mapping[str, Location], block_loca
     return lines[typed_key] if typed_key in lines and lines[typed_key].file == block_location.file else block_location
 
 
+SECRETS_HINT = "put secrets into environment variables, never into a recipe"
+
+
 def _build_unknown_key_problem(key: str, location: Location | None, typed_key: str, schema: type[Section]) -> Problem:
     # The value is not shown, because it may be a secret.
-    if _SECRET.search(typed_key):
-        return Problem(
-            location, typed_key, "unknown key; put secrets into environment variables, never into a recipe", key
-        )
+    if is_secret_name(typed_key) or typed_key.rpartition(".")[2].lower() == "key":
+        return Problem(location, typed_key, f"unknown key; {SECRETS_HINT}", key)
     if key == "model.activation":
         return Problem(location, typed_key, "unknown key; the activation of this model is fixed: remove it", key)
     similar_key = suggest_key(key, schema)

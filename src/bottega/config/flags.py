@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bottega.config import bundled_recipes
+from bottega.config.error_messages import SECRETS_HINT
 from bottega.config.registry import TaskRegistry
 from bottega.config.schema_keys import find_enclosing_list, is_flag, list_block_keys, suggest_flag
 from bottega.core.errors import UsageError
+from bottega.secret_names import is_secret_name
 
 CONFIG_FLAGS = ("config", "config_file", "data_config", "model_config", "training_config")
 """Flags whose value is another recipe file."""
@@ -123,6 +125,8 @@ def _add_setting(
 
 
 def _explain_unknown_key(tasks: TaskRegistry, key: str, typed_key: str) -> str:
+    if is_secret_name(key):
+        return f"unknown key; {SECRETS_HINT}"
     similar, block = suggest_flag(key, tasks.schemas), key.rpartition(".")[0]
     keys = list_block_keys(block, tasks.schemas) if similar is None else []
     if 0 < len(keys) <= MAX_LISTED_KEYS:

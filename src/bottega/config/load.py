@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from bottega.config import accelerate, bundled_recipes, technique_options
 from bottega.config.aliases import UnitlessCadence, apply_aliases, resolve_alias
-from bottega.config.credentials import find_ambiguous_address, strip_credentials_in_text
+from bottega.config.credentials import find_ambiguous_secret
 from bottega.config.error_messages import describe_validation_error, format_value, locate_key
 from bottega.config.layers import (
     EXCLUSIVE_KEYS,
@@ -33,6 +33,7 @@ from bottega.config.registry import TaskRegistry
 from bottega.config.schema_keys import has_key
 from bottega.config.yaml_io import dump_yaml, parse_value, read_yaml
 from bottega.core.errors import EnvironmentProblem, UsageError, first_line
+from bottega.redaction import redact_text, redact_values
 from bottega.similar_names import find_similar_names
 
 RecipeSource = str | Path | Mapping[str, Any]
@@ -105,8 +106,8 @@ def check_recipe(
 
 
 def to_yaml(recipe: Recipe) -> str:
-    """Return the text of a recipe file that loads as an equal recipe."""
-    return dump_yaml(recipe.to_plain_dict())
+    """Return the text of a recipe file that loads as an equal recipe, unless it contains a secret: that is replaced by `***`."""
+    return dump_yaml(redact_values(recipe.to_plain_dict()))
 
 
 def list_bundled_recipes(tasks: TaskRegistry) -> list[tuple[str, str, str]]:
@@ -212,7 +213,7 @@ def _resolve_layer(
     """Validate the merged layer against the schema of its task, or against all tasks if it names none."""
     flat, problems, notes = dict(layer.entries), list(layer.problems), list(layer.notes)
     problems += _find_interpolations(flat)
-    problems += _find_ambiguous_addresses(flat)
+    problems += _find_ambiguous_secrets(flat)
     notes += _finish_merge(flat)
     task_names, task_problems = _choose_tasks(tasks, flat.pop("task", None), task)
     problems += task_problems
@@ -235,7 +236,7 @@ def _resolve_layer(
         is_task_known, valid_part = len(task_names) == 1 and not task_problems, None
         if is_task_known and best_trial.recipe is not None:
             valid_part = _validate_without_problems(problems, type(best_trial.recipe), flat)
-        raise RecipeError(strip_credentials_in_text("\n".join(lines)), valid_part)
+        raise RecipeError(redact_text("\n".join(lines)), valid_part)
     assert best_trial.recipe is not None
     notes += _list_batch_notes(best_trial.recipe)
     locations = {key: str(entry.location) for key, entry in flat.items()}
@@ -337,15 +338,9 @@ def _find_interpolations(flat: FlatConfig) -> list[Problem]:
     ]
 
 
-def _find_ambiguous_addresses(flat: FlatConfig) -> list[Problem]:
-    """Refuse two addresses that differ only in a possible credential, because they would be read as one."""
-    address = find_ambiguous_address({key: entry.value for key, entry in flat.items() if key.startswith("data.")})
-    if address is None:
-        return []
-    message = (
-        f"{address} is given twice, with queries that differ only in a possible credential; download the files first"
-    )
-    return [Problem(None, "data", message, "data")]
+def _find_ambiguous_secrets(flat: FlatConfig) -> list[Problem]:
+    problem = find_ambiguous_secret({key: entry.value for key, entry in flat.items()})
+    return [] if problem is None else [Problem(None, *problem, problem[0])]
 
 
 def _finish_merge(flat: FlatConfig) -> list[str]:

@@ -17,7 +17,8 @@ from bottega.config.section import Device, Dropout, Level, RunName, Section, Who
 from bottega.config.techniques import Technique
 from bottega.config.training import Training
 from bottega.config.tune import Tune
-from bottega.config.units import Interval, StepCadence, StepOrTimeCadence
+from bottega.config.units import Interval, StepCadence, StepOrTimeCadence, StepRange
+from bottega.redaction import REPLACEMENT, redact_values
 
 
 class Model(Section):
@@ -114,7 +115,25 @@ class Logging(Section):
     tensorboard: bool = Field(True, description="write TensorBoard events")
     wandb: WandB = Field(default_factory=WandB, description="Weights & Biases")
     level: Level = Field("INFO", description="log level of the console and log.txt")
-    resources: bool = Field(True, description="also log memory, CPU and GPU usage")
+    resources: bool = Field(
+        True, description="also log CPU, memory, disk, network and GPU use, and the share of the device's matmul rate"
+    )
+    modules: bool = Field(
+        True,
+        description="also log gradient norm, update-to-weight ratio and dead units of each module, to modules.jsonl",
+    )
+    histograms: StepCadence = Field(
+        None, description="how often to log histograms of weights and gradients; 0 or null turns it off"
+    )
+    report: bool = Field(True, description="write report.html at the end of training")
+
+
+class Profile(Section):
+    """Profile of some training steps."""
+
+    steps: StepRange | None = Field(
+        None, description='first and last step to profile, counted from 1, such as [10, 20] or "10-20"; null is off'
+    )
 
 
 class Recipe(Section):
@@ -148,6 +167,9 @@ class Recipe(Section):
         default_factory=CheckpointOptions, description="when checkpoints are saved and how many are kept"
     )
     logging: Logging = Field(default_factory=Logging, description="where and how often metrics are logged")
+    profile: Profile = Field(
+        default_factory=Profile, description="a trace of some steps, and the operations that take most time"
+    )
     tune: Tune | None = Field(None, description="search for better values of some keys; see `bottega tune`")
 
     def find_missing_keys(self) -> list[tuple[str, str]]:
@@ -155,20 +177,24 @@ class Recipe(Section):
         return find_length_problems(self.training, is_stream=self.data.online is not None)
 
     def to_plain_dict(self) -> dict[str, Any]:
-        """Return the recipe as plain values, with the key names of a recipe file."""
+        """Return the recipe as plain values, with the key names of a recipe file; redact them before they are written."""
         return self.model_dump(mode="json", by_alias=True)
 
     def results_key(self) -> dict[str, Any]:
         """Return dotted key -> value of every key that changes results, which the default name of a run is hashed from.
 
-        Keys that are null are absent, so that a new key does not rename existing runs.
+        Keys that are null are absent, so that a new key does not rename existing runs; so are secrets, which are not stored.
+        The environment does not change them.
         """
         values = self.to_plain_dict()
         # The run is the same whether the mode is set or inferred from the metric.
         values["evaluation"]["mode"] = self.evaluation.resolved_mode
         if self.training.early_stopping is not None:
             values["training"]["early_stopping"]["mode"] = self.training.early_stopping.resolved_mode
-        return {key: value for key, value in _list_leaves(values) if value is not None and not _is_result_neutral(key)}
+        absent = (None, REPLACEMENT)
+        return {
+            key: value for key, value in _list_leaves(values) if value not in absent and not _is_result_neutral(key)
+        }
 
     def find_conflicts(self) -> list[tuple[str, str, str]]:
         """Return (key, other key, message) of settings that exclude each other, as far as known without data."""
@@ -217,6 +243,7 @@ RESULT_NEUTRAL_KEYS = (
     "samples",
     "checkpoint",
     "logging",
+    "profile",
     "tune",
     "data.latents",
     "data.workers",
@@ -257,7 +284,8 @@ def diff_recipes(old: Recipe, new: Recipe) -> list[tuple[str, Any, Any]]:
 
 def _list_changes(key: str, before: Any, after: Any) -> list[tuple[str, Any, Any]]:
     """Compare blocks and lists of equal length key by key, so that a message names the key that differs."""
-    if before == after:
+    # A saved recipe has *** in place of a secret, and a new secret in that place is not a change.
+    if before == after or redact_values(before) == redact_values(after):
         return []
     if isinstance(before, dict) and isinstance(after, dict):
         if before.get("name") != after.get("name"):

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict, model_validator
 
 from bottega.config.credentials import strip_credentials_in_values
+from bottega.redaction import redact_values
 
 
 class Section(BaseModel):
@@ -22,7 +23,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _strip_credentials(cls, values: Any) -> Any:
-        """Remove credentials from addresses, so that nothing written from a recipe contains them."""
+        """Remove credentials of addresses and values of secret keys, so that nothing written from a recipe contains them."""
         return strip_credentials_in_values(values) if isinstance(values, dict) else values
 
 
@@ -86,6 +87,8 @@ def _normalise_encoding(value: str) -> str:
 def _check_run_name(value: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,99}", value, re.ASCII):
         raise ValueError(f"expected letters, digits, '-', '_' and '.', because it names a folder; got {value!r}")
+    if redact_values([value]) != [value]:
+        raise ValueError("it looks like a secret, which would be in the name of a folder; choose another name")
     return value
 
 

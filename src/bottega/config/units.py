@@ -130,3 +130,29 @@ Duration = Annotated[
     _build_json_schema(r"^\d+(\.\d+)? ?(steps?|epochs?|%)$"),
 ]
 """A duration within the run; may be 0."""
+
+
+def _parse_step_range(value: Any) -> tuple[int, int]:
+    match = re.fullmatch(r"\s*(\d+)\s*-\s*(\d+)\s*", value) if isinstance(value, str) else None
+    steps = [int(match[1]), int(match[2])] if match else value
+    if not isinstance(steps, list | tuple) or len(steps) != 2 or any(type(step) is not int for step in steps):
+        raise ValueError(f'expected the first and the last step, such as [10, 20] or "10-20", got {value!r}')
+    first, last = steps
+    if not 1 <= first <= last:
+        raise ValueError(f"expected steps from 1 on, the first before the last, got {value!r}")
+    return first, last
+
+
+StepRange = Annotated[
+    tuple[int, int],
+    BeforeValidator(_parse_step_range),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "array", "items": {"type": "integer", "minimum": 1}, "minItems": 2, "maxItems": 2},
+                {"type": "string", "pattern": r"^\d+ ?- ?\d+$"},
+            ]
+        }
+    ),
+]
+"""First and last of consecutive steps, counted from 1."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -49,6 +50,13 @@ class Progress:
 _ADAPTER = TypeAdapter(Progress)
 
 
+class Histogram(NamedTuple):
+    """Numbers of values between consecutive edges; there is one more edge than counts."""
+
+    edges: tuple[float, ...]
+    counts: tuple[int, ...]
+
+
 class Callback:
     """Base class whose methods do nothing; override the events you need.
 
@@ -62,6 +70,12 @@ class Callback:
 
     def after_step(self, progress: Progress, metrics: dict[str, float]) -> None:
         """Called at each logged step with its metrics."""
+
+    def after_inspect(self, progress: Progress, modules: Mapping[str, Mapping[str, float]]) -> None:
+        """Called before `after_step`, if the step was inspected, with statistics by module and name, such as `gradient_norm`."""
+
+    def after_histograms(self, progress: Progress, histograms: Mapping[str, Histogram]) -> None:
+        """Called with histograms of the parameters, by "weights/NAME" and "gradients/NAME"."""
 
     def after_eval(self, progress: Progress, metrics: dict[str, float]) -> None:
         """Called after an evaluation with its metrics."""

@@ -24,6 +24,7 @@ from typing import Any
 
 from bottega.core.errors import CheckpointError, EnvironmentProblem
 from bottega.core.types import Tensors
+from bottega.redaction import redact_values
 from bottega.storage.durable import delete_folder, remove_leftovers, replacing_file, writing_folder
 from bottega.storage.tensor_file import write_bytes, write_safetensors
 
@@ -57,13 +58,15 @@ def write(
     # After a rollback, or a resume from an older checkpoint, this step may have a checkpoint already; it is replaced.
     with writing_folder(folder / step_folder_name(step), mode=0o700) as temporary:
         file_entries = {name: write_safetensors(temporary / name, tensors) for name, tensors in files.items()}
-        file_entries["progress.json"] = write_bytes(temporary / "progress.json", _encode_json(progress))
+        file_entries["progress.json"] = write_bytes(
+            temporary / "progress.json", _encode_json(redact_values(dict(progress)))
+        )
         manifest = {
             "format": FORMAT,
             "step": step,
             "sequence": 1 + max((m.sequence for _, m in list_checkpoints(folder)), default=0),
             "files": file_entries,
-            "fingerprint": dict(fingerprint),
+            "fingerprint": redact_values(dict(fingerprint)),
         }
         write_bytes(temporary / "MANIFEST.json", _seal_manifest(manifest))
     return folder / step_folder_name(step)

@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from bottega.core.callback import Histogram
 from bottega.core.task import Task
 from bottega.core.types import Array, Batch, Models, Rows, Sums, Tensors
+from bottega.measurements import MemoryReport, MemoryUse, StepProfiler
 
 BeforeStepHook = Callable[[int, Batch], None]
 """`hook(step, batch)`: called with the host batch before the gradients of a step are computed."""
@@ -24,6 +26,13 @@ class Snapshot(ABC):
     @abstractmethod
     def files(self) -> Mapping[str, Tensors]:
         """Return the tensors by file name. Waits for the copy to reach the host, so only the writer thread calls it."""
+
+
+class Inspection(NamedTuple):
+    """What was inspected in a step: statistics by module and name, and histograms of the parameters; empty if not requested."""
+
+    modules: Mapping[str, Mapping[str, float]] = {}
+    histograms: Mapping[str, Histogram] = {}
 
 
 class EvaluationOutput(NamedTuple):
@@ -45,48 +54,6 @@ class ParameterInfo:
     @property
     def size(self) -> int:
         return int(np.prod(self.shape, dtype=np.int64))
-
-
-def describe_parameters(engine: Engine) -> str:
-    """Return the number of parameters, as "1,000 parameters" or "8 of 1,000 parameters trainable"."""
-    parameters = engine.parameters().values()
-    num_trainable = sum(parameter.size for parameter in parameters if parameter.is_trainable)
-    total = sum(parameter.size for parameter in parameters)
-    return f"{total:,} parameters" if num_trainable == total else f"{num_trainable:,} of {total:,} parameters trainable"
-
-
-class ModelMemory(NamedTuple):
-    """Memory of the weights of one model. The fields are keys of `bottega plan --memory --json`."""
-
-    name: str
-    parameters: int
-    learning: int  # the number of trainable parameters
-    bytes: int
-    kind: str
-    """The dtype of most of its bytes."""
-
-
-class StepMemory(NamedTuple):
-    """Memory and speed of a training step at one micro-batch size. The fields are keys of `bottega plan --memory --json`."""
-
-    micro_batch: int
-    peak: int
-    """Bytes: on a GPU the peak of the whole step, elsewhere the tensors that autograd saves for backward."""
-    reserved: int
-    """Bytes that the GPU allocator reserved, fragmentation included; 0 elsewhere."""
-    samples_per_second: float
-
-
-class MemoryReport(NamedTuple):
-    """Memory of the weights, gradients and optimizer state, and of one step at each micro-batch size."""
-
-    device: str
-    """The device's product name."""
-    models: list[ModelMemory]
-    """The trained model first."""
-    gradient_bytes: int
-    optimizer_bytes: int
-    steps: list[StepMemory]
 
 
 class Engine(ABC):
@@ -115,12 +82,19 @@ class Engine(ABC):
     """Steps whose update is not applied, because the rollback policy found their batch to be bad."""
     learning_rate_scale: float = 1.0
     """Factor of `rate`; the plateau schedule lowers it."""
+    profiler: StepProfiler
+    """Records the operations of some training steps."""
 
     # Steps
 
     @abstractmethod
-    def train_step(self, step: int, batch: Batch) -> dict[str, Any]:
-        """Run one optimizer step over this rank's part of the global batch; return its metrics, still on the device."""
+    def train_step(
+        self, step: int, batch: Batch, *, module_statistics: bool = False, histograms: bool = False
+    ) -> dict[str, Any]:
+        """Run one optimizer step over this rank's part of the global batch; return its metrics, still on the device.
+
+        `module_statistics` and `histograms` select what `fetch_inspection` returns.
+        """
 
     @abstractmethod
     def eval_step(self, batch: Batch, *, with_rows: bool = True, task: Task | None = None) -> EvaluationOutput:
@@ -132,6 +106,10 @@ class Engine(ABC):
     @abstractmethod
     def fetch(self, metrics: Mapping[str, Any]) -> dict[str, float]:
         """Convert device scalars to floats. Only this and `fetch_rows` wait for the device."""
+
+    def fetch_inspection(self) -> Inspection:
+        """Return what was inspected in the last `train_step`; call `fetch` first."""
+        return Inspection()
 
     def fetch_rows(self, batch_rows: Sequence[Mapping[str, Any]]) -> Rows:
         """Concatenate the rows of several batches on the host."""
@@ -208,6 +186,10 @@ class Engine(ABC):
     def inspect(self, batch: Batch) -> dict[str, Any]:
         """Return `loss` of a batch and `modules`: kind, size, devices, dtypes and gradient norm of each module."""
 
+    def measure_compute(self, batch: Batch) -> dict[str, float]:
+        """Return `flops_per_sample` of training on a batch and the `matmul_rate` of the device, if they can be measured."""
+        return {}
+
     @abstractmethod
     def find_nonfinite_module(self, step: int, batch: Batch) -> str | None:
         """Repeat a step without its update and return the first module or gradient that is not finite."""
@@ -227,6 +209,10 @@ class Engine(ABC):
         self, make_batch: Callable[[int], Batch], *, max_micro_batch: int, report_progress: Callable[[int, int], None]
     ) -> MemoryReport:
         """Train with micro-batches of 1, 2, 4, ... up to `max_micro_batch` until one does not fit. Changes the weights."""
+
+    @abstractmethod
+    def memory_use(self, *, at_peak: bool = True) -> MemoryUse:
+        """Return the memory of this process by category: at the peak of training, or at this moment."""
 
     # Ranks
 

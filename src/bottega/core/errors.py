@@ -5,6 +5,9 @@ Codes avoid 64-78 and 126-165, which shells and launchers use, unless a signal i
 
 from __future__ import annotations
 
+from bottega.measurements import MemoryUse
+from bottega.redaction import redact_text
+
 
 class BottegaError(Exception):
     """Base class: a one-line message with what is wrong, where, and what to do. Shown without a traceback."""
@@ -43,9 +46,10 @@ class Diverged(BottegaError):
 
 
 class OutOfMemory(BottegaError):
-    """The model or the micro-batch does not fit in memory."""
+    """The model or the micro-batch does not fit in memory; `memory` is what was in use, if it was measured."""
 
     code = 7
+    memory: MemoryUse | None = None
 
 
 class PeerLost(BottegaError):
@@ -69,9 +73,9 @@ class Interrupted(BottegaError):
 
 
 def describe_error(error: BaseException) -> tuple[int, str]:
-    """Return the exit code of an error and its message for the user."""
+    """Return the exit code of an error and its message for the user, without secrets that libraries quote."""
     if isinstance(error, BottegaError):
-        return error.code, str(error)
+        return error.code, redact_text(str(error))
     if isinstance(error, RecursionError):  # from a file of the user; no code of ours recurses that deeply
         return DataError.code, "a file is nested too deeply to be read (--debug shows where)"
     if isinstance(error, MemoryError):
@@ -84,7 +88,7 @@ def describe_error(error: BaseException) -> tuple[int, str]:
     if type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error):
         # torch's error on a GPU and on the host, recognised by name so that torch is not imported here.
         return OutOfMemory.code, "out of memory; use a smaller model or lower training.micro_batch_size"
-    text = " ".join(str(error).split())
+    text = redact_text(" ".join(str(error).split()))
     return 1, f"a bug in bottega: {type(error).__name__}: {text} (--debug shows where)"
 
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from bottega.core.callback import Progress
 from bottega.core.errors import BottegaError, DirectoryInUse, UsageError
 from bottega.core.saver import explain_os_error
+from bottega.redaction import redact_document
 from bottega.storage.durable import TEMPORARY_PREFIXES, is_locked, remove_leftovers, write_atomic
 
 LOCK = "LOCK"
@@ -98,29 +98,12 @@ class RunDirectory:
             raise UsageError(f"no run at {self.path}: {self.recipe.name} is missing{_suggest_run(self.path)}")
         return self
 
-    def write(self, path: Path, text: str) -> None:
-        """Write a file atomically."""
+    def write(self, path: Path, text: str, *, redact: bool = True) -> None:
+        """Write a file atomically; secrets are redacted, except in data and in recipes, which `to_yaml` writes without any."""
         try:
-            write_atomic(path, text)
+            write_atomic(path, redact_document(text, path.suffix) if redact else text)
         except OSError as error:
             raise explain_os_error(error, path) from None
-
-    def truncate_metrics(self, progress: Progress) -> None:
-        """Delete the lines written after the checkpoint that is resumed, so that no step or evaluation appears twice."""
-        if not self.metrics.exists():
-            return
-        lines = []
-        for line in self.metrics.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                row = json.loads(line)
-                # Compared by samples, which do not depend on the batch size. A pending evaluation is repeated even if a
-                # killed process has already written its line.
-                is_repeated = row["kind"] == "eval" and progress.evaluated_step < progress.step
-                if row["samples"] < progress.samples + (not is_repeated):
-                    lines.append(line)
-            except (ValueError, KeyError, TypeError):
-                continue  # the last line of a killed process
-        self.write(self.metrics, "".join(line + "\n" for line in lines))
 
 
 def is_run(path: Path) -> bool:
@@ -136,17 +119,6 @@ def split_checkpoint_path(path: Path) -> tuple[Path, str | None]:
     run = path.parent.parent if len(path.parts) > 2 else absolute.parent.parent
     number = absolute.name.removeprefix("step-")
     return run, str(int(number)) if number.isdigit() else absolute.name
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return all complete lines of a metrics.jsonl."""
-    rows = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            continue
-    return rows
 
 
 class Lock:

@@ -28,7 +28,7 @@ class Batches(Protocol):
 
 @dataclass(frozen=True)
 class Cadences:
-    """Steps between two logs, evaluations, checkpoints and samples (0 = never).
+    """Steps between two logs, evaluations, checkpoints, samples, module statistics and histograms (0 = never).
 
     `save_seconds` saves by the clock. `evaluate_at` are further steps to evaluate at, such as the ends of sources in a sequence.
     """
@@ -39,6 +39,8 @@ class Cadences:
     save: int = 0
     sample: int = 0
     save_seconds: float | None = None
+    module_statistics: int = 0
+    histograms: int = 0
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,11 @@ class Trainer:
             self._wait_seconds += time.perf_counter() - wait_start
             if batch is None:
                 raise DataError(f"the data ended at step {progress.step} of {progress.total}")
-            metrics = engine.train_step(progress.step, batch)
+            has_statistics = self._is_due(cadences.module_statistics, progress.step + 1)
+            has_histograms = self._is_due(cadences.histograms, progress.step + 1)
+            metrics = engine.train_step(
+                progress.step, batch, module_statistics=has_statistics, histograms=has_histograms
+            )
             progress.step += 1
             progress.samples = self.batches.samples_before(progress.step)
             self._num_units += metrics.pop("units", 0.0)
@@ -141,7 +147,8 @@ class Trainer:
             is_save_due = self._is_due(cadences.save, progress.step) or is_last or is_stopping or self._is_save_time()
             is_sample_due = self._is_sample_due()
             step = progress.step
-            if is_last or is_evaluation_due or is_save_due or is_sample_due or self._is_due(cadences.log, step):
+            is_log_due = has_statistics or has_histograms or self._is_due(cadences.log, step)
+            if is_log_due or is_last or is_evaluation_due or is_save_due or is_sample_due:
                 self._log(metrics)
                 if progress.step != step:  # rolled back
                     stream = self.batches(progress.step)
@@ -179,7 +186,9 @@ class Trainer:
         """Fetch the metrics, which waits for the device; handle non-finite steps; call the callbacks."""
         progress = self.progress
         values = self.engine.fetch(metrics)
-        if num_bad_steps := int(values.pop("bad_steps", 0)):
+        inspection = self.engine.fetch_inspection()
+        values["skipped_steps"] = values.pop("bad_steps", 0.0)
+        if num_bad_steps := int(values["skipped_steps"]):
             first_bad_step = progress.step - num_bad_steps
             if self.recover is None:
                 raise Diverged(f"the loss or a gradient was not finite at step {first_bad_step + 1}")
@@ -194,6 +203,10 @@ class Trainer:
         values["data_wait"] = min(1.0, self._wait_seconds / seconds)
         values["step_seconds"] = seconds / max(1, self._num_steps)
         self._reset_clock()
+        if inspection.modules:
+            self._notify("after_inspect", inspection.modules)
+        if inspection.histograms:
+            self._notify("after_histograms", inspection.histograms)
         self._notify("after_step", values)
 
     def _rewind(self) -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import errno
-import math
 import os
 import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from bottega.core.errors import EnvironmentProblem, UsageError
 from bottega.core.saver import explain_os_error
@@ -19,15 +17,6 @@ SUFFIXES = (".png", ".wav", ".mp4", ".gif")
 """Suffixes of numbered files."""
 
 NO_SPACE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-def replace_non_finite(value: Any) -> Any:
-    """Replace infinities and NaN by None throughout a JSON value, because JSON has neither."""
-    if isinstance(value, dict):
-        return {key: replace_non_finite(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [replace_non_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def is_folder(path: Path) -> bool:

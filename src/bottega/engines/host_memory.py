@@ -1,4 +1,4 @@
-"""Host memory available to this process: free memory within the limits of its container."""
+"""Host memory of this process, and what is available to it: free memory within the limits of its container."""
 
 from __future__ import annotations
 
@@ -8,12 +8,33 @@ from pathlib import Path
 import psutil
 
 CGROUP_ROOT, PROCESS_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+PROCESS_STATUS = Path("/proc/self/status")
 
 
 def get_available_memory() -> int:
     """Return the bytes that can be allocated before the kernel kills a process or refuses."""
     free = psutil.virtual_memory().available + psutil.swap_memory().free
-    return max(0, min([free, *_read_bytes_left_in_cgroups(), *_read_bytes_left_in_address_space()]))
+    return max(0, min([free, *(left for _, left in _read_cgroups()), *_read_bytes_left_in_address_space()]))
+
+
+def get_total_memory() -> int:
+    """Return the bytes of the host's memory, or the smallest limit of this process's container."""
+    return min([psutil.virtual_memory().total, *(limit for limit, _ in _read_cgroups())])
+
+
+def get_resident_memory() -> int:
+    """Return the resident memory of this process in bytes."""
+    return int(psutil.Process().memory_info().rss)
+
+
+def get_peak_resident_memory() -> int:
+    """Return the largest resident memory that this process has had, in bytes."""
+    try:
+        lines = PROCESS_STATUS.read_text().splitlines()
+        # Not getrusage, which after fork and exec reports the parent's memory if that was larger.
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+    except (OSError, ValueError, StopIteration):
+        return get_resident_memory()
 
 
 def _read_bytes_left_in_address_space() -> Iterator[int]:
@@ -27,8 +48,8 @@ def _read_bytes_left_in_address_space() -> Iterator[int]:
         yield limit - psutil.Process().memory_info().vms
 
 
-def _read_bytes_left_in_cgroups() -> Iterator[int]:
-    """Yield the bytes left in each cgroup of this process, innermost first (cgroup v2 and v1)."""
+def _read_cgroups() -> Iterator[tuple[int, int]]:
+    """Yield the limit and the bytes left of each cgroup of this process, innermost first (cgroup v2 and v1)."""
     try:
         lines = PROCESS_CGROUPS.read_text().splitlines()
     except OSError:
@@ -45,12 +66,12 @@ def _read_bytes_left_in_cgroups() -> Iterator[int]:
         for group in (folder, *folder.parents):
             if not group.is_relative_to(root):
                 break
-            if (bytes_left := _read_bytes_left_in_cgroup(group, *names)) is not None:
-                yield bytes_left
+            if (limit_and_left := _read_cgroup(group, *names)) is not None:
+                yield limit_and_left
 
 
-def _read_bytes_left_in_cgroup(group: Path, limit_file: str, usage_file: str) -> int | None:
-    """Return the bytes left in a cgroup; None if it has no limit or cannot be read."""
+def _read_cgroup(group: Path, limit_file: str, usage_file: str) -> tuple[int, int] | None:
+    """Return the limit of a cgroup and the bytes left in it; None if it has no limit or cannot be read."""
     try:
         maximum, used = (group / limit_file).read_text().strip(), int((group / usage_file).read_text())
         if maximum == "max" or int(maximum) >= 1 << 60:  # no limit, in cgroup v2 and v1
@@ -61,4 +82,4 @@ def _read_bytes_left_in_cgroup(group: Path, limit_file: str, usage_file: str) ->
         return None
     prefix = "total_" if "total_inactive_file" in statistics else ""
     cached = sum(statistics.get(f"{prefix}{name}", 0) for name in ("inactive_file", "active_file"))
-    return int(maximum) - max(0, used - cached)
+    return int(maximum), int(maximum) - max(0, used - cached)

@@ -15,6 +15,7 @@ from bottega.core.engine import Engine
 from bottega.core.errors import Diverged, OutOfMemory
 from bottega.core.saver import Saver
 from bottega.core.types import Batch
+from bottega.redaction import redact_values
 
 MAX_SKIPPED_UPDATES = 100
 MAX_ROLLBACKS = 3
@@ -115,7 +116,7 @@ class NonfiniteRecovery:
                 "epochs": epochs.tolist(),
                 "first_bad_module": module,
             }
-            (folder / f"report{rank}.json").write_text(json.dumps(report, indent=1) + "\n")
+            (folder / f"report{rank}.json").write_text(json.dumps(redact_values(report), indent=1) + "\n")
         except (OSError, OutOfMemory) as error:
             self.warn(f"the report in {folder} is incomplete: {error}")
         samples = ", ".join(map(str, indices[:8])) + (", …" if len(indices) > 8 else "")

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -19,14 +20,20 @@ from bottega.config.load import RecipeError, ResolvedRecipe, get_global_batch_si
 from bottega.config.recipe import Recipe
 from bottega.config.section import Section
 from bottega.config.unused_options import list_unused_options
-from bottega.core.errors import BottegaError, DataError, UsageError
+from bottega.core.errors import BottegaError, DataError, EnvironmentProblem, UsageError
 from bottega.core.rundir import Lock, RunDirectory
 from bottega.core.saver import check_disk_space, explain_os_error
 from bottega.core.task import Task
 from bottega.data.formats.files import check_exists
 from bottega.engines.backend import open_backend
 from bottega.run import resume
-from bottega.run.compose import build_plain_loader, check_metrics, count_total_steps, describe_shortened_warmup
+from bottega.run.compose import (
+    build_plain_loader,
+    check_metrics,
+    check_profile,
+    count_total_steps,
+    describe_shortened_warmup,
+)
 from bottega.tasks import dependencies
 from bottega.tasks.base_model import resolve_base_folder
 from bottega.tasks.generation.config import Generator
@@ -55,6 +62,7 @@ def find_problems(recipe: Recipe) -> list[BottegaError]:
     dependency_problems = _collect(lambda: dependencies.check_dependencies(recipe)) or _find_dependency_problems(recipe)
     return [
         *find_unimplemented_options(recipe),
+        *_find_package_problems(recipe),
         *_collect(lambda: get_global_batch_size(recipe, world.data_size)),
         *_find_machine_problems(recipe, world.size),
         *_find_shape_problems(recipe),
@@ -118,7 +126,8 @@ def find_data_problems(recipe: Recipe, plan: TrainingPlan) -> list[BottegaError]
     data_size = World.from_environment().data_size
 
     def check_length() -> None:
-        count_total_steps(recipe, build_plain_loader(recipe, plan.training, data_size=data_size, order=plan.order))
+        loader = build_plain_loader(recipe, plan.training, data_size=data_size, order=plan.order)
+        check_profile(recipe, count_total_steps(recipe, loader))
 
     return _collect(
         check_length, lambda: check_metrics(recipe, plan.metrics, has_validation=plan.validation is not None)
@@ -232,6 +241,13 @@ def _get_device_type(recipe: Recipe) -> str:
         return open_backend(recipe.engine).device_type(recipe.device)
     except BottegaError:
         return recipe.device
+
+
+def _find_package_problems(recipe: Recipe) -> list[BottegaError]:
+    if not recipe.logging.wandb.is_active or importlib.util.find_spec("wandb") is not None:
+        return []
+    remedy = "pip install 'bottega[wandb]', or set logging.wandb.enabled=false"
+    return [EnvironmentProblem(f"logging.wandb needs the package wandb; {remedy}")]
 
 
 def _find_machine_problems(recipe: Recipe, world_size: int) -> list[BottegaError]:

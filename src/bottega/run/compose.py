@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from bottega.callbacks.console import Console
 from bottega.callbacks.early_stopping import EarlyStopping, ReduceOnPlateau
-from bottega.callbacks.jsonl import JsonLines
+from bottega.callbacks.jsonl import JsonLines, ModuleLines
+from bottega.callbacks.memory import MemoryMonitor
+from bottega.callbacks.profile import ProfileWriter
 from bottega.callbacks.progress_bars import progress_bars
 from bottega.callbacks.resources import Resources
+from bottega.callbacks.stability import Stability
 from bottega.callbacks.tensorboard import TensorBoard
+from bottega.callbacks.tensorboard_hparams import flatten_hyperparameters
+from bottega.callbacks.tracker_guard import TrackerGuard
 from bottega.callbacks.wandb import WandB
 from bottega.config.load import get_global_batch_size
 from bottega.config.recipe import Recipe
@@ -31,6 +37,7 @@ from bottega.data.order.orders import CurriculumOrder, Order
 from bottega.data.order.sequential import Sequential
 from bottega.data.sources.source import Source
 from bottega.engines.backend import open_backend
+from bottega.metrics_log import MODULES_LOG
 from bottega.similar_names import find_similar_names
 from bottega.tasks import registry
 from bottega.tasks.workload import Workload
@@ -210,6 +217,8 @@ def resolve_cadences(recipe: Recipe, total: int, loader: Loader, *, has_validati
         save=0 if save_seconds is not None else to_steps(save_interval),
         save_seconds=save_seconds,
         sample=to_steps(recipe.samples.every) if recipe.samples.every is not None else 0,
+        module_statistics=to_steps(recipe.logging.every) if recipe.logging.modules else 0,
+        histograms=to_steps(recipe.logging.histograms) if recipe.logging.histograms is not None else 0,
     )
 
 
@@ -246,29 +255,78 @@ def make_validation_batches(recipe: Recipe, source: Source, loader: Loader) -> A
     )
 
 
-def build_callbacks(recipe: Recipe, directory: RunDirectory, console: Console, *, is_main: bool) -> list[Callback]:
-    """Build the callbacks: early stopping and plateau on every process; logging on the main one."""
+def build_callbacks(
+    recipe: Recipe,
+    directory: RunDirectory,
+    console: Console,
+    *,
+    is_main: bool,
+    compute: Mapping[str, float],
+    metrics: tuple[str, ...] = (),
+) -> list[Callback]:
+    """Build the callbacks: early stopping and plateau on every process; logging on the main one.
+
+    `compute` is what `measure_compute` returned, `metrics` the names of the metrics that an evaluation measures.
+    """
     control_callbacks = _build_control_callbacks(recipe)
     if not is_main:
         return control_callbacks
-    loggers: list[Callback] = [Resources(directory.path)] if recipe.logging.resources else []
+    loggers: list[Callback] = [Stability()]
+    loggers += [Resources(directory.path, compute=compute)] if recipe.logging.resources else []
     loggers += [console, JsonLines(directory.metrics, console.warn)]
+    if recipe.logging.modules:
+        loggers.append(ModuleLines(directory.path / MODULES_LOG, console.warn))
+    trackers = _build_trackers(recipe, directory, console, metrics)
+    return [*control_callbacks, *loggers, *(TrackerGuard(tracker, console.warn) for tracker in trackers)]
+
+
+def _build_trackers(
+    recipe: Recipe, directory: RunDirectory, console: Console, metrics: tuple[str, ...]
+) -> list[Callback]:
+    trackers: list[Callback] = []
     if recipe.logging.tensorboard:
-        loggers.append(TensorBoard(directory.path, console.warn))
+        trackers.append(
+            TensorBoard(
+                directory.path,
+                console.warn,
+                hyperparameters=flatten_hyperparameters(recipe.results_key()),
+                metrics=metrics,
+                best_metric=recipe.evaluation.metric,
+            )
+        )
     wandb = recipe.logging.wandb
     if wandb.is_active:
         options = {**wandb.model_dump(), "name": wandb.name or directory.path.name}
         project = wandb.project or "bottega"
-        loggers.append(
+        trackers.append(
             WandB(
                 folder=directory.path,
                 project=project,
                 options=options,
                 config=recipe.to_plain_dict(),
                 warn=console.warn,
+                best_metric=recipe.evaluation.metric,
             )
         )
-    return [*control_callbacks, *loggers]
+    return trackers
+
+
+def build_monitors(recipe: Recipe, directory: RunDirectory, engine: Engine, console: Console) -> list[Callback]:
+    """Build the callbacks of the main process that measure the engine: its memory, and the steps of `profile`."""
+    monitors: list[Callback] = [MemoryMonitor(directory.path / "memory.json", engine.memory_use, console.warn)]
+    if recipe.profile.steps is not None:
+        folder = directory.path / "profile"
+        monitors.append(ProfileWriter(engine.profiler, recipe.profile.steps, folder, console))
+    return monitors
+
+
+def check_profile(recipe: Recipe, total: int) -> None:
+    """Raise UsageError if steps are to be profiled that the run does not have."""
+    if recipe.profile.steps is not None and recipe.profile.steps[1] > total:
+        first, last = recipe.profile.steps
+        raise UsageError(
+            f"profile.steps: [{first}, {last}] is past the end of the run, which has {total} steps; lower it"
+        )
 
 
 def _build_control_callbacks(recipe: Recipe) -> list[Callback]:

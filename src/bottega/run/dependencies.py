@@ -101,7 +101,7 @@ def train_in_subprocess(recipe: Recipe, run: Path, *, name: str, quiet: bool, al
     work_folder = _get_work_folder(run)
     work_folder.path.mkdir(parents=True, exist_ok=True)
     file = work_folder.path / f"{run.name}.yaml"
-    work_folder.write(file, to_yaml(recipe))
+    work_folder.write(file, to_yaml(recipe), redact=False)
     train = ["train", str(file), f"name={run.name}", *(["--quiet"] if quiet else [])]
     for words in ([*train, "--allow-data-change"] if allow_data_change else train, ["export", str(run)]):
         code = _run_outside_group(words, quiet=quiet)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bottega import __version__
-from bottega.config.credentials import strip_credentials_in_text
+from bottega.redaction import redact_values
 
 PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "triton")
 
@@ -28,7 +28,7 @@ def describe_environment(device: str, world_size: int) -> dict[str, Any]:
         "device": device,
         "world": world_size,
         "git": _read_git_state(),
-        "command": [os.path.basename(sys.argv[0]), *map(strip_credentials_in_text, sys.argv[1:])],
+        "command": redact_values([os.path.basename(sys.argv[0]), *sys.argv[1:]]),
         "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
     }
 

@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from bottega.config.recipe import Recipe
-from bottega.core.engine import Engine, describe_parameters
+from bottega.core.engine import Engine
 from bottega.core.errors import EnvironmentProblem, UsageError
 from bottega.core.rundir import RunDirectory, is_run
 from bottega.core.types import Models
 from bottega.data.output_files import explain_write_errors
 from bottega.models.decoder.layout import OWN_MODEL_TYPE, explain_own_layout, shape_from_config
 from bottega.models.folders.tensors import check_tensors
+from bottega.redaction import redact_text
+from bottega.run.model_size import describe_parameters
 from bottega.storage.durable import remove_leftovers, writing_folder
 from bottega.tasks.workload import Workload
 from bottega.techniques.injected_layers import InjectedTask
@@ -68,7 +70,7 @@ class RunExporter:
     def _write_export(self, folder: Path) -> None:
         with self.engine.sampling() as models:
             metadata = self._write_model(models, folder)
-        (folder / MODEL_CARD).write_text(self.build_model_card(metadata), encoding="utf-8")
+        (folder / MODEL_CARD).write_text(redact_text(self.build_model_card(metadata)), encoding="utf-8")
         _make_readable(folder)
         check_export(folder)
 

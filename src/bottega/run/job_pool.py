@@ -20,7 +20,9 @@ from bottega import stop_with_parent
 from bottega.core import checkpoint as checkpoints
 from bottega.core.errors import DirectoryInUse, UsageError
 from bottega.core.rundir import Lock, RunDirectory
+from bottega.redaction import redact_text
 from bottega.run.dependencies import GRACE_SECONDS, POLL_SECONDS
+from bottega.storage.durable import write_atomic
 from bottega.tasks import plugins
 
 JOB_MEMORY_BYTES = 2 << 30
@@ -60,7 +62,9 @@ class Job:
 
     def build_command(self) -> list[str]:
         """Return the command line that trains the run, started by torchrun if it has several processes."""
-        command = plugins.build_bottega_command(["train", str(self.recipe), *self.arguments, "--quiet"])
+        # The parent reports on all of them together.
+        words = ["train", str(self.recipe), "logging.report=false", *self.arguments, "--quiet"]
+        command = plugins.build_bottega_command(words)
         if self.num_processes > 1:
             launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={self.num_processes}", "-m"]
             command = [sys.executable, "-m", *launcher, *command[2:]]
@@ -223,6 +227,7 @@ class ChildRun:
         if code is None:
             return False
         self.code = code
+        self._redact_stderr()
         if code and self.job.num_processes > 1:
             # torchrun ends with 1 whatever a rank ended with, and prints that in its summary.
             match = _RANK_EXIT_CODE.search(self._read_stderr())
@@ -241,6 +246,12 @@ class ChildRun:
         if self.job.num_processes > 1:
             lines = [line for line in lines if line.startswith("bottega: ")]
         return lines[-count:]
+
+    def _redact_stderr(self) -> None:
+        """Rewrite the file of standard error without secrets, which libraries may have printed by themselves."""
+        text = self._read_stderr()
+        if (redacted := redact_text(text)) != text:
+            write_atomic(self.job.stderr, redacted)
 
     def _read_stderr(self) -> str:
         return self.job.stderr.read_text(encoding="utf-8", errors="replace")

@@ -11,35 +11,34 @@ from pathlib import Path
 from typing import Any
 
 from bottega.callbacks.console import Console
-from bottega.callbacks.divergence import diagnose_losses
-from bottega.callbacks.slow_run import SlowRunWarning
 from bottega.config.load import to_yaml
 from bottega.config.recipe import Recipe
 from bottega.core import checkpoint
 from bottega.core.callback import Callback, Progress
-from bottega.core.engine import Engine, describe_parameters
-from bottega.core.errors import CheckpointError, Diverged, PeerLost
-from bottega.core.rundir import RunDirectory, read_metrics
-from bottega.core.saver import Saver, check_disk_space, explain_os_error, retry
-from bottega.core.trainer import BestMetric, Trainer
+from bottega.core.engine import Engine
+from bottega.core.errors import CheckpointError, Diverged, OutOfMemory, PeerLost, describe_error
+from bottega.core.rundir import RunDirectory
+from bottega.core.saver import check_disk_space, explain_os_error
 from bottega.data.loading.loader import Loader
 from bottega.engines.backend import open_backend
-from bottega.engines.nonfinite import NonfiniteRecovery
+from bottega.engines.out_of_memory import build_out_of_memory_error
+from bottega.metrics_log import MODULES_LOG, read_metrics, truncate_metrics
 from bottega.run import environment, resume
 from bottega.run.auto_learning_rate import resolve_learning_rate
 from bottega.run.checks import find_data_problems, find_size_problems, list_adjusted_settings, raise_all
 from bottega.run.compose import (
-    build_callbacks,
     build_engine,
     build_loader,
     build_training_plan,
     count_total_steps,
-    make_validation_batches,
     prepare_workload,
-    resolve_cadences,
     set_learning_rate_schedule,
 )
-from bottega.storage.durable import delete_folder, writing_folder
+from bottega.run.data_summary import write_data_summary
+from bottega.run.model_size import count_parameters, describe_parameters, measure_compute
+from bottega.run.result import announce_result, write_report
+from bottega.run.trainer_setup import TrainerSetup
+from bottega.storage.durable import delete_folder
 from bottega.tasks import dependencies, plugins
 from bottega.tasks.base_model import BASE_FOLDER, find_local_base_folder, relocate_base_model
 from bottega.tasks.data_paths import START_FOLDER, START_FOLDER_FROM_RUN
@@ -116,10 +115,13 @@ class Session:
             engine = build_engine(recipe, plan.task)
             plan = plan.complete(engine)
             return self._train(recipe, workload, plan, engine, change_notes)
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             lost_rank = open_backend(recipe.engine).describe_lost_rank(error)
             if lost_rank is not None:
                 raise PeerLost(lost_rank) from error
+            if engine is not None and describe_error(error)[0] == OutOfMemory.code:
+                memory, advice = engine.memory_use(at_peak=False), "use a smaller model or a smaller batch"
+                raise build_out_of_memory_error(memory, advice=advice) from error
             raise
         finally:
             if engine is not None:
@@ -130,7 +132,6 @@ class Session:
     ) -> Run:
         """Train. In `recipe` the learning rate is a number, even if the saved recipe has `learning_rate: auto`."""
         directory, console = self.directory, self.console
-        validation = plan.validation
         loader = replace(build_loader(recipe, plan.training, engine, plan.order), warn=console.warn)
         total = count_total_steps(recipe, loader)
         set_learning_rate_schedule(recipe, engine, total=total, steps_per_epoch=round(loader.steps_per_epoch))
@@ -143,18 +144,12 @@ class Session:
             held_out=workload.data.held_out,
         )
         resumed_from, progress = self._load_checkpoint(engine, loader, total=total, fingerprint=fingerprint)
-        rate = recipe.training.learning_rate
-        data_hashes = f"{workload.data.fingerprint} {workload.data.derived_fingerprint}"
-        if not engine.all_ranks_equal(f"{progress.step} {rate} {data_hashes} {sorted(plan.frozen.items())}"):
-            raise CheckpointError(
-                f"rank {engine.rank} would resume at step {progress.step}, but another rank at another step, or with "
-                f"other data or dependencies; {directory.path}, the data and the dependencies must be the same files "
-                "for all ranks"
-            )
+        self._check_ranks_agree(recipe, workload, plan, engine, progress)
         for note in change_notes:
             console.info(note)
+        compute = measure_compute(recipe, engine, loader, progress)
         if engine.rank == 0:
-            self._write_metadata(workload, engine, progress)
+            self._write_metadata(workload, plan, engine, progress, compute)
         adjustment_notes = list_adjusted_settings(recipe, plan) if progress.step < total else []
         for note in (*plan.notes, *adjustment_notes):
             console.info(note)
@@ -163,54 +158,49 @@ class Session:
         self._print_summary(workload, engine, progress)
 
         last_metrics = _LastMetrics()
-        callbacks = [
-            *plan.callbacks,
-            *build_callbacks(recipe, directory, console, is_main=engine.rank == 0),
-            last_metrics,
-        ]
-        if engine.rank == 0 and engine.device_type == "cpu":
-            callbacks.append(SlowRunWarning(recipe, console.warn))
-
-        def announce(saved_progress: Progress, folder: Path) -> None:
-            for callback in callbacks:
-                callback.after_save(saved_progress, folder)
-
-        saver = Saver(
-            directory.checkpoints,
-            keep=recipe.checkpoint.keep,
+        setup = TrainerSetup(recipe, directory, console, workload, plan, engine, loader)
+        trainer = setup.build_trainer(
+            progress,
+            compute=compute,
+            last_callback=last_metrics,
             fingerprint=fingerprint,
-            announce=announce,
-            warn=console.warn,
-        )
-        saver.resumed_from = resumed_from
-        cadences = resolve_cadences(recipe, total, loader, has_validation=validation is not None)
-        if self.until is not None:
-            cadences = replace(cadences, evaluate_at=cadences.evaluate_at | {self.until})
-        trainer = Trainer(
-            engine=engine,
-            batches=loader,
-            progress=progress,
-            cadences=cadences,
-            best_metric=BestMetric(recipe.evaluation.metric, recipe.evaluation.is_maximised),
-            validation=make_validation_batches(recipe, validation, loader) if validation is not None else None,
-            score=plan.task.score,
-            summarise=lambda metrics: plan.summarise(workload.summarise(metrics)),
-            sample=lambda current: self._generate_samples(workload, engine, current),
-            has_sample=lambda current: self._get_sample_folder(current).is_dir(),
-            saver=saver,
-            callbacks=callbacks,
-            recover=self._build_recovery(engine, loader, saver),
-            pause_at=self.until,
+            resumed_from=resumed_from,
+            until=self.until,
         )
         start = time.monotonic()
-        trainer.run()
+        try:
+            trainer.run()
+        except Diverged as error:
+            write_report(recipe, directory, console, failure=error)  # it shows how the loss diverged
+            raise
         if self.until is not None and progress.step < total and progress.stop is None:
             console.info(f"{directory.path}: paused at step {progress.step} of {total}; without --until it continues")
             return Run(directory.path, progress.step, last_metrics.metrics or _read_last_metrics(directory))
         if plan.on_train_end is not None and engine.rank == 0:
             plan.on_train_end(directory, console)
-        self._report_end(progress, time.monotonic() - start, has_validation=validation is not None)
+        announce_result(
+            self.recipe,
+            directory,
+            workload,
+            progress,
+            console,
+            seconds=time.monotonic() - start,
+            has_validation=plan.validation is not None,
+        )
         return Run(directory.path, progress.step, last_metrics.metrics or _read_last_metrics(directory))
+
+    def _check_ranks_agree(
+        self, recipe: Recipe, workload: Workload, plan: TrainingPlan, engine: Engine, progress: Progress
+    ) -> None:
+        """Raise CheckpointError if ranks would start at different steps or with other data or dependencies."""
+        rate = recipe.training.learning_rate
+        data_hashes = f"{workload.data.fingerprint} {workload.data.derived_fingerprint}"
+        if not engine.all_ranks_equal(f"{progress.step} {rate} {data_hashes} {sorted(plan.frozen.items())}"):
+            raise CheckpointError(
+                f"rank {engine.rank} would resume at step {progress.step}, but another rank at another step, or with "
+                f"other data or dependencies; {self.directory.path}, the data and the dependencies must be the same "
+                "files for all ranks"
+            )
 
     def _load_checkpoint(
         self, engine: Engine, loader: Loader, *, total: int, fingerprint: Mapping[str, Any]
@@ -246,14 +236,21 @@ class Session:
             self.console.info(f"resumed {path} at step {progress.step} of {total}{finished_note}")
         return path, progress
 
-    def _write_metadata(self, workload: Workload, engine: Engine, progress: Progress) -> None:
+    def _write_metadata(
+        self,
+        workload: Workload,
+        plan: TrainingPlan,
+        engine: Engine,
+        progress: Progress,
+        compute: Mapping[str, float],
+    ) -> None:
         """Write recipe, environment and processor of the run before its first step."""
         directory = self.directory
-        directory.truncate_metrics(progress)
-        directory.write(directory.recipe, to_yaml(self.recipe))
+        for log in (directory.metrics, directory.path / MODULES_LOG):
+            truncate_metrics(log, progress)
+        directory.write(directory.recipe, to_yaml(self.recipe), redact=False)
         metadata = environment.describe_environment(str(engine.device), engine.world_size)
-        infos = engine.parameters().values()
-        metadata |= {"steps": progress.total, "parameters": sum(info.size for info in infos)}
+        metadata |= {"steps": progress.total, **count_parameters(engine), **compute, "unit": workload.unit}
         if (base_folder := find_local_base_folder(self._resolved_recipe)) is not None:
             metadata[BASE_FOLDER] = base_folder
         if (
@@ -264,6 +261,7 @@ class Session:
             metadata[plugins.RECORD_KEY] = plugin_fields
         metadata |= {START_FOLDER: os.getcwd(), START_FOLDER_FROM_RUN: os.path.relpath(os.getcwd(), directory.path)}
         directory.write(directory.environment, json.dumps(metadata, indent=1) + "\n")
+        write_data_summary(directory, plan, workload)
         directory.checkpoints.mkdir(exist_ok=True)
         try:
             if directory.processor.exists() and not resume.has_begun(directory):
@@ -276,66 +274,13 @@ class Session:
     def _print_summary(self, workload: Workload, engine: Engine, progress: Progress) -> None:
         """Print task, model size, device and length of the run."""
         size_text = describe_parameters(engine)
-        num_parameters = sum(info.size for info in engine.parameters().values())
         num_active = engine.num_active_parameters()
-        if num_active < num_parameters:
+        if num_active < count_parameters(engine)["parameters"]:
             size_text += f", {num_active:,} active per token"
         self.console.info(
             f"{self.directory.path}: {self.recipe.task}, {size_text}, {engine.device} {engine.precision}, "
             f"{engine.world_size} process{'es' if engine.world_size > 1 else ''}, {progress.total} steps"
         )
-
-    def _generate_samples(self, workload: Workload, engine: Engine, progress: Progress) -> Path:
-        folder = self._get_sample_folder(progress)
-        if engine.rank == 0:
-            try:
-                retry(lambda: self._write_samples(workload, engine, folder))
-            except (OSError, Diverged) as error:
-                reason = error.strerror if isinstance(error, OSError) else str(error).partition(":")[0]
-                self.console.warn(f"no samples in {folder}: {reason}; training continues without them")
-        return folder
-
-    def _get_sample_folder(self, progress: Progress) -> Path:
-        return self.directory.samples / f"step-{progress.step:08d}"
-
-    def _write_samples(self, workload: Workload, engine: Engine, folder: Path) -> None:
-        with writing_folder(folder) as temporary, engine.sampling() as models:
-            workload.sampler.sample(models, temporary, device=engine.device)
-
-    def _build_recovery(self, engine: Engine, loader: Loader, saver: Saver) -> NonfiniteRecovery:
-        return NonfiniteRecovery(
-            engine=engine,
-            loader=loader,
-            saver=saver,
-            policy=self.recipe.training.on_nonfinite,
-            folder=self.directory.path / "nonfinite",
-            warn=self.console.warn,
-        )
-
-    def _report_end(self, progress: Progress, seconds: float, *, has_validation: bool) -> None:
-        """Print a sample, the result, and the commands to try next."""
-        console, path = self.console, self.directory.path
-        if progress.stop:
-            console.info(f"stopped early: {progress.stop}")
-        newest_samples = max(self.directory.samples.glob("step-*"), default=None)
-        if newest_samples is not None:
-            _show_samples(console, newest_samples)
-        best = (
-            f", best {self.recipe.evaluation.metric} {progress.best:.4f} at step {progress.best_step}"
-            if progress.best_step
-            else ""
-        )
-        console.info(f"\n{path}: {progress.step} steps in {seconds:.0f} s{best}", style="bold")
-        is_main = World.from_environment().is_main
-        divergence = diagnose_losses(read_metrics(self.directory.metrics), self.recipe) if is_main else None
-        if divergence is not None:
-            console.warn(divergence)
-        commands = (
-            [f"generate {path}{example}"] if (example := self.workload.sampler.example_flags()) is not None else []
-        )
-        commands += [f"evaluate {path}{'' if has_validation else ' --data PATH'}", f"export {path}"]
-        for number, command in enumerate(commands):
-            console.info(f"{'next:' if not number else '':<7}bottega {command}{plugins.quote_plugin_flags()}")
 
 
 class _LastMetrics(Callback):
@@ -353,20 +298,6 @@ class _LastMetrics(Callback):
 
     def after_eval(self, progress: Progress, metrics: dict[str, float]) -> None:
         self.metrics, self._has_evaluated = dict(metrics), True
-
-
-def _show_samples(console: Console, folder: Path) -> None:
-    """Print a text sample; for other media print the paths of the files."""
-    text = folder / "00.txt"
-    if text.is_file():
-        console.info(f"\na sample ({text}):\n", style="bold")
-        console.info(text.read_text(encoding="utf-8").strip())
-        return
-    files = [
-        path for name in ("sheet.png", "sheet.gif", "spectrograms.png", "00.wav") if (path := folder / name).is_file()
-    ]
-    if files:
-        console.info(f"\nsamples: {', '.join(map(str, files))}", style="bold")
 
 
 def _read_last_metrics(directory: RunDirectory) -> dict[str, float]:

@@ -51,6 +51,7 @@ def build_dependency_recipe(recipe: Recipe, name: str) -> Recipe:
         "output_dir": str(get_dependencies_folder(Path(recipe.output_dir))),
         "device": recipe.device,
         "name": None,
+        "logging.report": False,
     }
     try:
         schema = type(check_recipe([dependency.recipe, dependency.settings], check_conflicts=False).recipe.data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+from collections import Counter
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +18,7 @@ from bottega.data.sources import combine
 from bottega.data.sources.external import ExternalData
 from bottega.data.sources.source import Source
 from bottega.data.sources.take import Take
+from bottega.data.tables.classes import read_text_column
 from bottega.tasks.data_paths import DataMissing, resolve_paths
 from bottega.tasks.task_data import TaskData
 
@@ -115,6 +117,14 @@ class TableData(TaskData):
     @property
     def notes(self) -> list[str]:
         return [*self.prepared.notes(), *self._extra_notes(self.prepared)]
+
+    def count_classes(self) -> dict[str, int]:
+        names, prepared = self.prepared.classes.names, self.prepared
+        tables = [prepared.table(name) for name in prepared.training_tables]
+        counts = Counter(
+            label for table in tables if "label" in table.columns for label in read_text_column(table, "label")
+        )
+        return {name: counts[name] for name in names} if names and counts.keys() <= set(names) else {}
 
     def table(self, name: str, *, is_training: bool) -> Source:
         """Return one of the run's tables as samples."""

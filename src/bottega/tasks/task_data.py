@@ -36,6 +36,10 @@ class TaskData(ABC):
         """Notes to the user about the data, such as what was left out and why."""
         return []
 
+    def count_classes(self) -> dict[str, int]:
+        """Return the number of training samples of each class; {} if the data has no classes, or several labels a sample."""
+        return {}
+
     @property
     def order(self) -> Order | None:
         """Order in which several sources are mixed; None is a plain shuffle."""

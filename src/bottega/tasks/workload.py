@@ -11,7 +11,7 @@ from typing import Any, Literal, final
 from bottega.config.data import get_source_names
 from bottega.core.errors import UsageError
 from bottega.core.task import Task
-from bottega.core.types import Models
+from bottega.core.types import Models, Rows
 from bottega.tasks.prediction import NewSamples
 from bottega.tasks.processor import Processor
 from bottega.tasks.registry import refusal_error
@@ -61,6 +61,10 @@ class Workload(ABC):
     def summarise(self, metrics: dict[str, float]) -> dict[str, float]:
         """Add metrics that are functions of the means, such as perplexity."""
         return metrics
+
+    def build_evaluation_tables(self, rows: Rows) -> dict[str, Any]:
+        """Return tables of an evaluation's rows for the report, as plain values; {} if the task has none."""
+        return {}
 
     @abstractmethod
     def export(self, models: Models, folder: Path) -> dict[str, Any]:

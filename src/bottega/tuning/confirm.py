@@ -44,7 +44,7 @@ def confirm_best(
             file = plan.folder / "recipes" / f"confirm-{name}.yaml"
             run = RunDirectory(plan.folder / "confirm" / name)
             file.parent.mkdir(parents=True, exist_ok=True)
-            run.write(file, to_yaml(recipe))
+            run.write(file, to_yaml(recipe), redact=False)
             job = Job(run, file, num_processes=recipe.distributed.processes or 1)
             groups.setdefault(label, []).append(str(run.path))
             if not TrialRun(0, {}, recipe, job).is_finished():

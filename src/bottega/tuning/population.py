@@ -17,11 +17,11 @@ from typing import Any, final
 
 import numpy as np
 
-from bottega.config.credentials import strip_credentials_in_text
 from bottega.config.load import to_yaml
 from bottega.core import checkpoint as checkpoints
 from bottega.core.errors import DirectoryInUse, Interrupted, UsageError
 from bottega.core.rundir import RunDirectory
+from bottega.redaction import redact_text
 from bottega.run.job_pool import WAIT_SECONDS, ChildRun, Job, JobPool
 from bottega.signals import REQUEUE_EXIT_CODE, StopSignals
 from bottega.storage.durable import delete_folder, hold_lock
@@ -94,7 +94,7 @@ def check_population(plan: StudyPlan) -> list[int]:
             )
     if plan.storage is not None:
         raise UsageError(
-            f"--storage {strip_credentials_in_text(plan.storage)}: pbt keeps its state in the folder of the study; remove it"
+            f"--storage {redact_text(plan.storage)}: pbt keeps its state in the folder of the study; remove it"
         )
     if plan.options.pruner != "none":
         raise UsageError(f"--pruner {plan.options.pruner}: pbt replaces bad members instead; remove it")
@@ -263,7 +263,7 @@ class Population:
         file = self._plan.folder / "recipes" / folder / f"{segment.name}.yaml"
         run = RunDirectory(output_dir / segment.name)
         file.parent.mkdir(parents=True, exist_ok=True)
-        run.write(file, to_yaml(recipe))
+        run.write(file, to_yaml(recipe), redact=False)
         arguments = ["--until", str(segment.end)]
         if segment.parent is not None:
             checkpoint = RunDirectory(output_dir / segment.parent).checkpoints / checkpoints.step_folder_name(

@@ -11,9 +11,10 @@ from typing import Any
 
 from bottega.config.load import to_yaml
 from bottega.core.rundir import RunDirectory
-from bottega.data.output_files import replace_non_finite
 from bottega.plots.figure import try_plot
 from bottega.plots.study import label_key, plot_history, plot_parallel, plot_pareto, plot_slices
+from bottega.redaction import redact_text
+from bottega.storage.json_values import replace_non_finite
 from bottega.terminal import escape_controls
 from bottega.tuning.plan import StudyPlan, load_with
 from bottega.tuning.search import find_best_trial, format_keys, format_value
@@ -89,8 +90,8 @@ def write_best_recipe(plan: StudyPlan, report: dict[str, Any]) -> None:
         f"# Best of study {plan.name}: {objective.name} {value:.6g}, trial {best['number']} of {len(report['trials'])}",
         *(f"#   {key}: {format_value(item)}" for key, item in best["keys"].items()),
     ]
-    text = escape_controls("\n".join(header)) + "\n" + to_yaml(recipe)
-    RunDirectory(plan.folder).write(plan.folder / "best.yaml", text)
+    text = escape_controls(redact_text("\n".join(header))) + "\n" + to_yaml(recipe)
+    RunDirectory(plan.folder).write(plan.folder / "best.yaml", text, redact=False)
     report["files"]["recipe"] = str(plan.folder / "best.yaml")
 
 
@@ -140,6 +141,7 @@ def format_report(report: dict[str, Any]) -> str:
         lines.append(f"and {len(reasons) - 3} more failed; study.json has the reasons")
     if "recipe" in report["files"]:
         lines.append(f"next:  bottega train {shlex.quote(report['files']['recipe'])}")
+        lines.append(f"       bottega report {shlex.quote(report['folder'])}")
     lines += [f"       {path}" for name, path in report["files"].items() if name != "recipe"]
     return "\n".join(lines + report["notes"])
 

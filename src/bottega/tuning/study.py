@@ -19,8 +19,8 @@ import optuna
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage, get_storage
 from optuna.trial import FrozenTrial, TrialState
 
-from bottega.config.credentials import strip_credentials_in_text
 from bottega.core.errors import EnvironmentProblem, UsageError
+from bottega.redaction import redact_text, redact_values
 from bottega.tuning.journal import JOURNAL_FILE, LockedJournal
 from bottega.tuning.samplers import build_sampler
 from bottega.tuning.space import Choices, Dimension, decode_choice, encode_choice, is_active
@@ -134,7 +134,7 @@ def open_storage(storage: str | None, folder: Path) -> BaseStorage:
 
     # SQLite makes writers wait for each other, by default for 5 seconds only.
     options = {"connect_args": {"timeout": 60}} if storage.startswith("sqlite") else {"pool_pre_ping": True}
-    label = f"--storage {strip_credentials_in_text(storage)}"
+    label = f"--storage {redact_text(storage)}"
     try:
         return get_storage(retry(lambda: RDBStorage(storage, engine_kwargs=options)))
     except sqlalchemy.exc.ArgumentError:
@@ -159,7 +159,7 @@ def retry(operation: Callable[[], T]) -> T:
         except (sqlalchemy.exc.SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
             is_transient = any(text in str(error).lower() for text in TRANSIENT_ERRORS)
             if not is_transient or attempt == STORAGE_RETRIES - 1:
-                reason = strip_credentials_in_text(str(error.__cause__ or error).strip().splitlines()[0])
+                reason = redact_text(str(error.__cause__ or error).strip().splitlines()[0])
                 raise EnvironmentProblem(f"the storage of the study cannot be used: {reason}") from error
             time.sleep(0.1 * 2**attempt)
     raise AssertionError("unreachable")
@@ -210,11 +210,11 @@ class Study:
 
     def _check_identity(self, name: str, identity: dict[str, Any]) -> None:
         stored = self._study.user_attrs.get(IDENTITY_ATTRIBUTE)
-        identity = json.loads(json.dumps(identity, default=str))
+        identity = redact_values(json.loads(json.dumps(identity, default=str)))
         if stored is None:
             retry(lambda: self._study.set_user_attr(IDENTITY_ATTRIBUTE, json.dumps(identity, sort_keys=True)))
             return
-        old = json.loads(stored)
+        old = redact_values(json.loads(stored))  # a variable may have become secret since
         changes = [
             f"{key}: {old.get(part, {}).get(key)} -> {identity.get(part, {}).get(key)}"
             for part in identity
@@ -290,7 +290,7 @@ class Study:
     def set_attributes(self, number: int, **attributes: Any) -> None:
         """Record details of a trial."""
         trial_id = self._get_trial_id(number)
-        for key, value in attributes.items():
+        for key, value in redact_values(attributes).items():
             retry(lambda key=key, value=value: self._storage.set_trial_user_attr(trial_id, key, value))  # type: ignore[misc]
 
     def get_trial(self, number: int) -> TrialRecord:

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import final
 
-from bottega.config.credentials import strip_credentials_in_text
 from bottega.core.errors import DirectoryInUse, UsageError
 from bottega.core.rundir import Lock, RunDirectory
+from bottega.redaction import redact_text
 from bottega.storage.durable import hold_lock, rename_aside
 from bottega.terminal import print_notice
 from bottega.tuning.journal import JOURNAL_FILE
@@ -54,7 +54,7 @@ def open_study_folder(path: Path, *, study: str, storage: str | None) -> Iterato
     if path.exists() and not path.is_dir():
         raise UsageError(f"{path} is a file; choose another --study or --out")
     (path / LOCKS_FOLDER).mkdir(parents=True, exist_ok=True)
-    location = strip_credentials_in_text(storage) if storage is not None else JOURNAL_FILE
+    location = redact_text(storage) if storage is not None else JOURNAL_FILE
     with hold_lock(path / LOCKS_FOLDER / "study", shared=True):
         file = path / OWNER_FILE
         with hold_lock(path / LOCKS_FOLDER / "ask"):

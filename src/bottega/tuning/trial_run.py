@@ -54,7 +54,7 @@ class TrialRun:
         run = RunDirectory(folder / "trials" / recipe.run_name())
         file = folder / "recipes" / f"{recipe.run_name()}.yaml"
         file.parent.mkdir(parents=True, exist_ok=True)
-        run.write(file, to_yaml(recipe))
+        run.write(file, to_yaml(recipe), redact=False)
         return cls(number, keys, recipe, Job(run, file, num_processes=recipe.distributed.processes or 1))
 
     def read_total_steps(self) -> int | None:

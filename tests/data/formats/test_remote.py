@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from bottega.config.credentials import CREDENTIALS_VARIABLE
 from bottega.config.data import Source
 from bottega.core.errors import DataError, EnvironmentProblem, UsageError
 from bottega.data.formats import find_files, remote
 from bottega.data.records.record import Record
 from bottega.data.tables.cache import default_cache
+from bottega.redaction import CREDENTIALS_VARIABLE
 
 fsspec = pytest.importorskip("fsspec")
 

@@ -119,7 +119,7 @@ class CountingEngine(FakeEngine):
 
     samples = 0
 
-    def train_step(self, step: int, batch: Batch) -> dict[str, Any]:
+    def train_step(self, step: int, batch: Batch, **options: Any) -> dict[str, Any]:
         self.samples += len(batch["x"])
         return {"loss": 0.0}
 

@@ -42,7 +42,7 @@ from pathlib import Path
 
 import bottega
 import small_media
-from bottega.core.rundir import read_metrics
+from bottega.metrics_log import read_metrics
 
 folder = Path(sys.argv[1])
 options = {key: value for key, value in small_media.image(folder).items() if not key.startswith(("model.", "samples."))}

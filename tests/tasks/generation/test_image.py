@@ -16,7 +16,7 @@ import bottega
 import small_media
 from bottega import cli
 from bottega.core.errors import DataError, UsageError
-from bottega.core.rundir import read_metrics
+from bottega.metrics_log import read_metrics
 from bottega.tasks.generation.sampler import GenerationSampler
 from small_media import NAMES
 

@@ -15,10 +15,10 @@ import small_texts
 from bottega import cli
 from bottega.analysis.ledger import list_step_samples
 from bottega.core.errors import BottegaError, DataError, UsageError
-from bottega.core.rundir import read_metrics
 from bottega.core.trainer import evaluate
 from bottega.data.loading.loader import iter_eval_batches
 from bottega.engines.torch.engine import TorchEngine
+from bottega.metrics_log import read_metrics
 from bottega.tasks.multitask.config import MultitaskRecipe
 from bottega.tasks.multitask.sampler import select_part
 from bottega.tasks.recipes import load_recipe

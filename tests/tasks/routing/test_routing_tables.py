@@ -16,7 +16,7 @@ import small_routing
 from bottega import cli
 from bottega.config.data import get_source_names
 from bottega.core.errors import DataError, UsageError
-from bottega.core.rundir import read_metrics
+from bottega.metrics_log import read_metrics
 from bottega.tasks.recipes import check_recipe, load_recipe
 from bottega.tasks.routing.plots import describe_routing, format_fractions
 from bottega.tasks.routing.workload import RoutingWorkload

@@ -12,6 +12,8 @@ from bottega.config.load import check_recipe
 from bottega.config.recipe import Recipe
 from bottega.config.registry import TaskRegistry
 from bottega.core.errors import UsageError
+from bottega.redaction import REPLACEMENT
+from bottega.secret_names import is_secret_name
 
 SkipCategory = Literal["no counterpart", "not implemented yet", "not applicable", "invalid value"]
 
@@ -21,7 +23,6 @@ UNKNOWN_REASON = "unknown key"
 HARMLESS_REASONS = (DISABLED_REASON, EMPTY_REASON)
 """Reasons that lose nothing: the key had no effect in its own trainer either."""
 
-_SECRET_KEY = re.compile(r"(api_?key|secret|password|webhook_url|(^|[.]|hub_|auth_|access_)token)$", re.IGNORECASE)
 _INTERPOLATION = re.compile(r"\$\{[^}]*\}")
 
 
@@ -245,8 +246,8 @@ def iterate_leaves(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple
 
 
 def redact_secret(key: str, value: Any) -> Any:
-    """Return the value, or "(hidden)" if the key is named like a secret."""
-    return "(hidden)" if value and _SECRET_KEY.search(key) else value
+    """Return the value, or `***` if the key is named like a secret."""
+    return REPLACEMENT if value and (is_secret_name(key) or key.endswith("webhook_url")) else value
 
 
 def is_disabled(value: Any) -> bool:

@@ -28,6 +28,7 @@ from bottega.data.tables.cache import find_damage, get_or_build
 from bottega.data.tables.classes import Classes, find_classes_if_labelled, read_text_column
 from bottega.data.tables.shards import Table
 from bottega.data.text.tokenizer import Tokenizer
+from bottega.redaction import redact_values
 from bottega.storage.durable import flush_all, write_atomic
 
 META_FILE = "meta.json"
@@ -301,9 +302,9 @@ def _write_tables(plan: PreparationPlan, folder: Path, progress: ProgressCallbac
         "task": plan.task,
         "key": plan.key,
         "contents": plan.held_out_hashes,
-        **counts,
+        **redact_values(counts),
         "classes": classes,
-        **plan.metadata,
+        **redact_values(dict(plan.metadata)),
         **encoder.metadata,
     }
     _check_unchanged(plan)

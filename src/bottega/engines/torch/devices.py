@@ -1,4 +1,4 @@
-"""Precision, determinism, dropout seeds, and the transfer of a batch to the device."""
+"""Names of devices, precision, determinism, dropout seeds, and the transfer of a batch to the device."""
 
 from __future__ import annotations
 
@@ -22,6 +22,11 @@ def choose_precision(name: str, device: torch.device) -> torch.dtype:
     if device.type == "cuda" and dtype is not torch.float32:
         torch.set_float32_matmul_precision("high")
     return dtype
+
+
+def describe_device(device: torch.device) -> str:
+    """Return the device, for a GPU with its product name, such as "cuda:0 NVIDIA H200"."""
+    return f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
 
 
 def make_deterministic() -> None:

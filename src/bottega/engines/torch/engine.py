@@ -19,12 +19,14 @@ from torch import Tensor
 from bottega.config.parameter_groups import resolve_parameter_settings
 from bottega.config.training import Training
 from bottega.core.batch import batch_length, slice_batch
-from bottega.core.engine import BeforeStepHook, Engine, EvaluationOutput, MemoryReport, ParameterInfo
+from bottega.core.engine import BeforeStepHook, Engine, EvaluationOutput, Inspection, ParameterInfo
 from bottega.core.noise import Noise, derive_seed
 from bottega.core.schedule import ema_decay_at
 from bottega.core.task import Task
 from bottega.core.types import Batch, Rows
+from bottega.engines.host_memory import get_resident_memory
 from bottega.engines.torch import (
+    compute,
     evaluation,
     fisher,
     gradients,
@@ -37,12 +39,15 @@ from bottega.engines.torch import (
 )
 from bottega.engines.torch.devices import choose_precision, make_deterministic, move_batch, seed_dropout
 from bottega.engines.torch.noise import make_noise
+from bottega.engines.torch.profiling import TorchProfiler, profile_step
+from bottega.engines.torch.step_inspection import StepInspector
 from bottega.engines.torch.sums import LocalSum, accumulate_sums, fetch_metrics, sort_rows, sum_terms, sum_terms_by_task
-from bottega.engines.torch.tensors import TorchSnapshot, check_finite, check_same_layout, take_snapshot
+from bottega.engines.torch.tensors import TorchSnapshot, check_same_layout, load_model, load_tensors, take_snapshot
 from bottega.engines.torch.unfreezing import unfreeze_parameters
 from bottega.engines.torch.update_guard import UpdateGuard
 from bottega.engines.torch.weight_average import WeightAverage
 from bottega.engines.torch.wrapping import compile_frozen_models, compile_model, require_attribute, wrap_in_ddp
+from bottega.measurements import MemoryReport, MemoryUse
 from bottega.models.build import build_models
 from bottega.models.device import choose_device
 from bottega.models.experts.torch import count_active_parameters
@@ -77,8 +82,9 @@ class TorchEngine(Engine):
         self.dtype = choose_precision(training.mixed_precision, self.device)
         self.precision = str(self.dtype).removeprefix("torch.")
         self.micro_batch_size, self.pin_memory = micro_batch_size, pin_memory
-        self._is_auto = training.micro_batch_size == "auto"
-        self.num_local_processes = group.local_size
+        self._is_auto, self.num_local_processes = training.micro_batch_size == "auto", group.local_size
+        self.profiler: TorchProfiler = TorchProfiler(self.device)
+        self.memory_before_model = get_resident_memory()
 
         models = build_models(task, seed)
         self.model: torch.nn.Module = models["model"].to(self.device)
@@ -94,6 +100,7 @@ class TorchEngine(Engine):
         self._task_state: dict[str, Tensor] = {n: t.to(self.device) for n, t in task.state(parameters).items()}
         self._pcgrad = gradients.PCGrad(self._params) if task.gradient_surgery else None
         self._batch_stats = state_updates.BatchStats(task.update_inputs)
+        self.inspector = StepInspector(self.model, device=self.device, is_active=self.rank == 0)
         self._hooks: list[BeforeStepHook] = []
         if training.gradient_checkpointing:
             require_attribute(self.model, "checkpoint_blocks", "training.gradient_checkpointing")
@@ -134,7 +141,11 @@ class TorchEngine(Engine):
 
     # One step
 
-    def train_step(self, step: int, batch: Batch) -> dict[str, Any]:
+    @profile_step
+    def train_step(
+        self, step: int, batch: Batch, *, module_statistics: bool = False, histograms: bool = False
+    ) -> dict[str, Any]:
+        self.inspector.request(modules=module_statistics, histograms=histograms)
         if self._is_fused:
             torch.compiler.cudagraph_mark_step_begin()
         size = batch_length(batch)
@@ -162,7 +173,8 @@ class TorchEngine(Engine):
                 break
             except (RuntimeError, MemoryError) as error:
                 micro_batches.halve_micro_batch(self, size, error, is_allowed=self._is_auto and self.world_size == 1)
-        norm = self._update(step, loss)
+        with self.profiler.region("optimizer"):
+            norm = self._update(step, loss)
         return {
             "loss": LocalSum(loss) if self.world_size > 1 else loss,
             "grad_norm": norm,
@@ -193,10 +205,11 @@ class TorchEngine(Engine):
             seed_dropout(derive_seed(self.seed, step, number, self.data_rank), self.device)
             positions = torch.arange(first_position + start, first_position + stop, device=self.device)
             rng = make_noise(self.seed, step, positions, fused=self._is_fused)
-            with self._sync_context(is_last=stop == size), self.autocast():
+            with self.profiler.region("forward"), self._sync_context(is_last=stop == size), self.autocast():
                 out = self.task.loss(self._train_models, micro_batch, rng)
                 loss = sum_terms(out.terms, counts)
-            self._backpropagate(loss, out.terms, counts)
+            with self.profiler.region("backward"):
+                self._backpropagate(loss, out.terms, counts)
             total = loss.detach() if total is None else total + loss.detach()
             terms = out.terms if len(out.terms) > 1 else {}  # a single term equals the loss
             means = {n: (t.detach() / max(counts[n], 1e-12), None) for n, (t, _) in terms.items() if n != "loss"}
@@ -229,6 +242,7 @@ class TorchEngine(Engine):
 
     def _update(self, step: int, loss: Tensor) -> Tensor:
         """Clip, update and average the weights; the device skips the update if the loss or a gradient is not finite."""
+        self.inspector.before_update(self._params, scale=self._guard.scale)
         norm, divisor = gradients.compute_norm_and_divisor(
             self._params, scale=self._guard.scale, max_norm=self.training.max_grad_norm
         )
@@ -236,12 +250,12 @@ class TorchEngine(Engine):
         probe = norm + loss if self.world_size == 1 else norm
         skip_update = self._guard.check(probe, is_skipped=step in self.skip_steps)
         optimizers.step_optimizers(self.optimizers, divisor=divisor, skip_update=skip_update)
+        self.inspector.after_update()
         rng = Noise(self.seed, step, (), torch)
         state_updates.apply_state_update(
             self.task, self.model, self._task_state, self._batch_stats.reduce(), rng=rng, skip_update=skip_update
         )
-        for p in self._params:
-            p.grad = None
+        gradients.clear_gradients(self._params)
         if self.training.ema is not None:
             self._weight_average.update(self._params, ema_decay_at(step, self.training.ema))
         return norm
@@ -258,9 +272,7 @@ class TorchEngine(Engine):
 
     def autocast(self) -> Any:
         """Context in which the forward pass runs at the engine's precision."""
-        if self.dtype is torch.float32:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=self.dtype)
+        return contextlib.nullcontext() if self.dtype is torch.float32 else torch.autocast(self.device_type, self.dtype)
 
     def without_sync(self) -> Any:
         """Context in which DDP does not synchronise gradients."""
@@ -269,7 +281,7 @@ class TorchEngine(Engine):
     # Evaluation, ranks, models, measurements
 
     def eval_step(self, batch: Batch, *, with_rows: bool = True, task: Task | None = None) -> EvaluationOutput:
-        with self._weight_average.averaged_weights():
+        with self.profiler.region("evaluation"), self._weight_average.averaged_weights():
             return evaluation.evaluate_batch(self, batch, task or self.task, with_rows=with_rows)
 
     def fetch_rows(self, batch_rows: Sequence[Mapping[str, Tensor]]) -> Rows:
@@ -277,6 +289,9 @@ class TorchEngine(Engine):
 
     def fetch(self, metrics: Mapping[str, Any]) -> dict[str, float]:
         return fetch_metrics(metrics, self.device)
+
+    def fetch_inspection(self) -> Inspection:
+        return self.inspector.fetch()
 
     def any_rank(self, flag: bool) -> bool:
         return ranks.any_rank(flag)
@@ -287,15 +302,8 @@ class TorchEngine(Engine):
     def evaluating(self) -> Any:
         return self._weight_average.averaged_weights()
 
-    @contextlib.contextmanager
     def sampling(self) -> Any:
-        was_training = self.model.training
-        self.model.eval()
-        try:
-            with torch.no_grad(), self._weight_average.averaged_weights():
-                yield self.eager_models
-        finally:
-            self.model.train(was_training)
+        return evaluation.open_for_sampling(self.eager_models, self._weight_average)
 
     def add_hook(self, before_step: BeforeStepHook) -> None:
         self._hooks.append(before_step)
@@ -304,15 +312,17 @@ class TorchEngine(Engine):
         self._hooks.clear()
 
     def parameters(self) -> dict[str, ParameterInfo]:
-        is_trainable = {name: setting.scale is not None for name, setting in self.settings.items()}
-        parameters = self.model.named_parameters()
-        return {name: ParameterInfo(tuple(p.shape), is_trainable=is_trainable[name]) for name, p in parameters}
+        shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
+        return {n: ParameterInfo(s, is_trainable=self.settings[n].scale is not None) for n, s in shapes.items()}
 
     def num_active_parameters(self) -> int:
         return count_active_parameters(self.model)
 
     def inspect(self, batch: Batch) -> dict[str, Any]:
         return inspection.inspect_modules(self, batch)
+
+    def measure_compute(self, batch: Batch) -> dict[str, float]:
+        return compute.measure_compute(self, batch)
 
     def find_nonfinite_module(self, step: int, batch: Batch) -> str | None:
         return inspection.find_nonfinite_module(self, step, batch)
@@ -326,6 +336,9 @@ class TorchEngine(Engine):
         self, make_batch: Callable[[int], Batch], *, max_micro_batch: int, report_progress: Callable[[int, int], None]
     ) -> MemoryReport:
         return memory.measure_memory(self, make_batch, max_micro_batch=max_micro_batch, report_progress=report_progress)
+
+    def memory_use(self, *, at_peak: bool = True) -> MemoryUse:
+        return memory.measure_use(self, at_peak=at_peak)
 
     # State
 
@@ -354,24 +367,12 @@ class TorchEngine(Engine):
         expected = optimizers.collect_state_tensors(self.optimizers, self._parameter_names)
         check_same_layout(state, expected, folder / "optimizer.safetensors")
         optimizers.load_state(self.optimizers, self._parameter_names, state)
-        other_files = {"ema.safetensors": self._weight_average.tensors, "state.safetensors": self._task_state}
-        for file, tensors in other_files.items():
-            if tensors:
-                loaded = read_tensors(folder / file)
-                check_same_layout(loaded, tensors, folder / file)
-                for name, tensor in loaded.items():
-                    tensors[name].copy_(tensor)
+        load_tensors(self._weight_average.tensors, folder / "ema.safetensors")
+        load_tensors(self._task_state, folder / "state.safetensors")
         self._guard.reset()
 
     def load_weights(self, files: Mapping[str, Mapping[str, Tensor]], folder: Path) -> None:
-        expected = {
-            "model.safetensors": {n: t for n, t in self.model.state_dict().items() if self.task.is_trainable(n)},
-            "ema.safetensors": {n: p for n, p in self.model.named_parameters() if p.requires_grad},
-        }
-        for file, tensors in files.items():
-            check_same_layout(tensors, expected[file], folder / file)
-            check_finite(tensors, expected[file], folder / file)
-            self.model.load_state_dict(tensors, strict=False)  # the frozen rest keeps the values it was built with
+        load_model(self.model, files, folder, is_trainable=self.task.is_trainable)
 
     def checkpoint_bytes(self) -> int:
         self._ensure_optimizer_state()

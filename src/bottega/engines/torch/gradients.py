@@ -25,9 +25,16 @@ def compute_norm_and_divisor(
     if scale is not None:
         norm = norm / scale
     if max_norm is None:
-        return norm, scale
+        # A copy, because the guard may change the scale before the optimizer divides by it.
+        return norm, None if scale is None else scale.clone()
     clip = (norm / max_norm).clamp(min=1.0)
     return norm, clip if scale is None else clip * scale
+
+
+def clear_gradients(parameters: Sequence[Tensor]) -> None:
+    """Free the gradients after an update."""
+    for p in parameters:
+        p.grad = None
 
 
 def add_penalty(penalty: Tensor, parameters: Sequence[Tensor], *, scale: Tensor | None) -> None:

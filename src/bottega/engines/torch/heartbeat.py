@@ -26,6 +26,7 @@ import psutil
 import torch.distributed as dist
 
 from bottega.core.errors import Interrupted, PeerLost
+from bottega.redaction import redact_text
 from bottega.signals import exit_immediately
 from bottega.terminal import escape_controls
 from bottega.world import World, list_missing_variables, read_rank
@@ -258,11 +259,12 @@ class Heartbeat:
         self._exit_process(reason if is_reporter else None)
 
     def _exit_process(self, reason: str | None) -> None:
+        reason = escape_controls(redact_text(reason)) if reason is not None else None
         if self.log is not None and reason is not None:
             flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW
             with suppress(OSError), open(self.log, "a", opener=lambda path, _: os.open(path, flags)) as file:
-                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} ERROR {escape_controls(reason)}\n")
-        exit_immediately(f"rank {self.rank}: {escape_controls(reason)}" if reason is not None else None, PeerLost.code)
+                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} ERROR {reason}\n")
+        exit_immediately(f"rank {self.rank}: {reason}" if reason is not None else None, PeerLost.code)
 
 
 def watch_ranks(log: Path) -> Heartbeat | None:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bottega.core.batch import batch_length
-from bottega.core.errors import OutOfMemory, first_line
 from bottega.core.noise import Noise
 from bottega.core.types import Batch
+from bottega.engines.out_of_memory import build_out_of_memory_error
 from bottega.engines.torch.devices import move_batch
 
 if TYPE_CHECKING:
@@ -54,7 +54,8 @@ def find_nonfinite_module(engine: TorchEngine, step: int, batch: Batch) -> str |
     try:
         return _find_nonfinite_module(engine, step, batch)
     except torch.OutOfMemoryError as error:
-        raise OutOfMemory(first_line(error)) from error
+        memory, advice = engine.memory_use(at_peak=False), "lower training.batch_size"
+        raise build_out_of_memory_error(memory, "while repeating the step in one pass", advice=advice) from error
 
 
 def _find_nonfinite_module(engine: TorchEngine, step: int, batch: Batch) -> str | None:

@@ -1,24 +1,26 @@
-"""Measured memory of training: of weights, gradients and optimizer state, and of a step by micro-batch size.
+"""Measured memory of training: of weights, gradients, optimizer state and activations, and of a step by micro-batch size.
 
-On a GPU the allocator reports its peak. Elsewhere there is no such number, so the tensors that autograd saves for backward
-are counted while they live: these grow with the micro-batch.
+On a GPU the allocator reports its peak. Elsewhere there is no such number. So for a step the tensors that autograd saves for
+backward are counted while they live, because these grow with the micro-batch; and the peak of a run is the process's own.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from bottega.core.engine import MemoryReport, ModelMemory, StepMemory
 from bottega.core.errors import OutOfMemory
 from bottega.core.types import Batch
+from bottega.engines.host_memory import get_peak_resident_memory, get_resident_memory, get_total_memory
+from bottega.engines.torch.devices import describe_device
 from bottega.engines.torch.saved_tensors import SavedTensorMeter
+from bottega.measurements import CACHED, MemoryReport, MemoryUse, ModelMemory, StepMemory
 
 if TYPE_CHECKING:
     from bottega.engines.torch.engine import TorchEngine
@@ -70,6 +72,50 @@ def count_optimizer_bytes(engine: TorchEngine) -> int:
     """Return the bytes of the optimizer state, which exists after the first step."""
     states = [state for optimizer in engine.optimizers for state in optimizer.state.values()]
     return sum(_count_bytes(value) for state in states for value in state.values() if isinstance(value, Tensor))
+
+
+def measure_use(engine: TorchEngine, *, at_peak: bool) -> MemoryUse:
+    """Return the memory of this process by category: at the peak of training, or at this moment.
+
+    Activations and workspace are the rest of the measured memory. On a CPU this is an estimate: "program" is the
+    memory of the process before the model was built, and what it has loaded since counts as workspace.
+    """
+    device, parameters = engine.device, list(engine.model.parameters())
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if at_peak and not gradients:  # between two steps there are none, but at the peak there were
+        gradients = [p for p in parameters if p.requires_grad]
+    categories = _measure_state(engine, gradients)
+    if device.type == "cuda":
+        statistics, moment = torch.cuda.memory_stats(device), "peak" if at_peak else "current"
+        used, reserved = (statistics[f"{kind}_bytes.all.{moment}"] for kind in ("allocated", "reserved"))
+        total = torch.cuda.get_device_properties(device).total_memory
+    else:
+        used = reserved = get_peak_resident_memory() if at_peak else get_resident_memory()
+        total = get_total_memory()
+        categories["program"] = engine.memory_before_model
+    # Resident memory is counted roughly and leaves out pages that were never written, so it may be less than the tensors.
+    used = max(used, sum(categories.values()))
+    categories["activations and workspace"] = used - sum(categories.values())
+    if device.type == "cuda":
+        categories[CACHED] = max(0, reserved - used)
+    return MemoryUse(describe_device(device), used, total, categories)
+
+
+def _measure_state(engine: TorchEngine, gradients: Sequence[Tensor]) -> dict[str, int]:
+    """Return the bytes of the weights, their gradients and everything else that lives from step to step."""
+    infos = engine.parameters()
+    trainable = {id(p): p for name, p in engine.model.named_parameters() if infos[name].is_trainable}
+    models = (engine.model, *engine.frozen.values())
+    tensors = {id(t): t for model in models for t in (*model.parameters(), *model.buffers())}
+    weights = sum(map(_count_bytes, trainable.values()))
+    return {
+        "weights": weights,
+        "frozen weights": sum(map(_count_bytes, tensors.values())) - weights,
+        "gradients": sum(map(_count_bytes, gradients)),
+        "optimizer": count_optimizer_bytes(engine),
+        "averaged weights": sum(map(_count_bytes, engine.state().get("ema.safetensors", {}).values())),
+        "task state": sum(map(_count_bytes, engine.task_state().values())),
+    }
 
 
 def measure_steps(

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from bottega.core.batch import slice_batch
-from bottega.core.errors import OutOfMemory
 from bottega.core.types import Batch
 from bottega.engines.host_memory import get_available_memory
+from bottega.engines.out_of_memory import build_out_of_memory_error
 from bottega.engines.torch.saved_tensors import SavedTensorMeter
 
 if TYPE_CHECKING:
@@ -49,7 +49,6 @@ def halve_micro_batch(engine: TorchEngine, size: int, error: BaseException, *, i
     if not is_out_of_memory(error):
         raise error
     micro_batch_size = min(engine.micro_batch_size or size, size)
-    _clear_gradients(engine)
     _halve(engine, micro_batch_size, error, is_allowed=is_allowed)
 
 
@@ -62,7 +61,6 @@ def _fit_on_cpu(engine: TorchEngine, step: int, batch: Batch, counts: Mapping[st
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        _clear_gradients(engine)
         _halve(engine, 1, error)  # raises OutOfMemory, since one example cannot be halved
     _clear_gradients(engine)
     free, micro_batch_size = get_available_memory(), size
@@ -92,8 +90,8 @@ def _fit_on_all_ranks(engine: TorchEngine, step: int, batch: Batch, counts: Mapp
             if not is_out_of_memory(caught):
                 raise
             error = caught
-        _clear_gradients(engine)
         if not engine.any_rank(error is not None):
+            _clear_gradients(engine)
             return
         _halve(engine, micro_batch_size, error)
 
@@ -105,9 +103,11 @@ def _halve(engine: TorchEngine, micro_batch_size: int, error: BaseException | No
         else:
             advice = "lower training.micro_batch_size or set it to auto"
         hint = advice if micro_batch_size > 1 else "use a smaller model or shorter samples"
-        raise OutOfMemory(
-            f"out of memory on {engine.device} with a micro-batch of {micro_batch_size}; {hint}"
-        ) from error
+        # Measured first, with the gradients and activations that the failed attempt still holds.
+        memory = engine.memory_use(at_peak=False)
+        _clear_gradients(engine)
+        raise build_out_of_memory_error(memory, f"with a micro-batch of {micro_batch_size}", advice=hint) from error
+    _clear_gradients(engine)
     engine.micro_batch_size = -(-micro_batch_size // 2)
     if engine.device.type == "cuda":
         torch.cuda.empty_cache()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from bottega.core.engine import Snapshot
 from bottega.core.errors import CheckpointError
 from bottega.core.types import Tensors
+from bottega.models.folders.tensors import read_tensors
 
 
 class TorchSnapshot(Snapshot):
@@ -43,6 +44,33 @@ def take_snapshot(
     copy_end = torch.cuda.Event()
     copy_end.record()
     return TorchSnapshot(files, copy_end)
+
+
+def load_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Load a file into `tensors`, which must have the same names, shapes and dtypes; without tensors there is no file."""
+    if tensors:
+        loaded = read_tensors(path)
+        check_same_layout(loaded, tensors, path)
+        for name, tensor in loaded.items():
+            tensors[name].copy_(tensor)
+
+
+def load_model(
+    model: torch.nn.Module,
+    files: Mapping[str, Mapping[str, Tensor]],
+    folder: Path,
+    *,
+    is_trainable: Callable[[str], bool],
+) -> None:
+    """Load the weights of the checkpoint `folder`, by file, after checking them; averaged weights replace the trained ones."""
+    expected = {
+        "model.safetensors": {n: t for n, t in model.state_dict().items() if is_trainable(n)},
+        "ema.safetensors": {n: p for n, p in model.named_parameters() if p.requires_grad},
+    }
+    for file, tensors in files.items():
+        check_same_layout(tensors, expected[file], folder / file)
+        check_finite(tensors, expected[file], folder / file)
+        model.load_state_dict(tensors, strict=False)  # the frozen rest keeps the values it was built with
 
 
 def check_same_layout(loaded: Mapping[str, Tensor], expected: Mapping[str, Tensor], path: Path) -> None:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-from bottega.config.credentials import strip_credentials_in_text
+from bottega.redaction import redact_text
 
 ANSWER_SECONDS = 15.0
 """Time limit for the first response, from the DNS lookup to the end of the headers."""
@@ -63,7 +63,7 @@ def _find_unreachable_reason(endpoint: str, proxies: tuple[str, ...]) -> str | N
     thread = threading.Thread(target=send_request, daemon=True)
     thread.start()
     thread.join(ANSWER_SECONDS)
-    via_proxy = f" through {strip_credentials_in_text(proxies[0])}" if proxies else ""
+    via_proxy = f" through {redact_text(proxies[0])}" if proxies else ""
     if not outcome:
         return f"{endpoint}{via_proxy} did not answer within {ANSWER_SECONDS:g} s"
     # Compared by name, because the library uses requests or httpx, depending on its version.

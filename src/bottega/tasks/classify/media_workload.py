@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from bottega.config.recipe import Recipe
 from bottega.core.errors import DataError, UsageError
-from bottega.core.types import Batch, Models
+from bottega.core.types import Batch, Models, Rows
 from bottega.data.audio.mel import MelProcessor
 from bottega.data.prepare.media import prepare_media
 from bottega.data.prepare.prepared import PreparedData
@@ -43,6 +43,7 @@ from bottega.tasks.classify.config import (
 )
 from bottega.tasks.classify.objective import Objective, includes_unseen_classes
 from bottega.tasks.classify.predict import predict_media
+from bottega.tasks.classify.prediction_tables import build_prediction_tables
 from bottega.tasks.classify.task import Classification
 from bottega.tasks.media_tables import MediaProcessor, MediaTables, build_media_data
 from bottega.tasks.metadata import read_metadata
@@ -209,6 +210,9 @@ class MediaClassifyWorkload(Workload):
             }
             probabilities.append(self.task.predict(models, inputs).float().softmax(dim=1).cpu().numpy())
         return read_text_column(rows.table, "key"), np.concatenate(probabilities)
+
+    def build_evaluation_tables(self, rows: Rows) -> dict[str, Any]:
+        return build_prediction_tables(rows, tuple(self.classes.names))
 
     def export(self, models: Models, folder: Path) -> dict[str, Any]:
         """Write model.safetensors and a config.json that describes the network in full, since no other library has it."""

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from bottega.config.error_messages import format_shape_error
 from bottega.core.errors import DataError, UsageError
-from bottega.core.types import Models
+from bottega.core.types import Models, Rows
 from bottega.data.prepare.prepared import PreparedData
 from bottega.data.sources.external import ExternalData
 from bottega.data.sources.source import Source
@@ -36,6 +36,7 @@ from bottega.tasks.base_model import find_base_folder, resolve_tokenizer_spec
 from bottega.tasks.classify.config import ClassifyRecipe
 from bottega.tasks.classify.objective import Objective, includes_unseen_classes
 from bottega.tasks.classify.predict import predict_texts
+from bottega.tasks.classify.prediction_tables import build_prediction_tables
 from bottega.tasks.classify.prepare import prepare_classify
 from bottega.tasks.classify.task import Classification
 from bottega.tasks.metadata import MetadataUnreadable, read_metadata
@@ -218,6 +219,9 @@ class TextClassifyWorkload(Workload):
 
     def _tokenise(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.asarray(ids) for ids in self.tokenizer.encode_documents(list(texts))]
+
+    def build_evaluation_tables(self, rows: Rows) -> dict[str, Any]:
+        return build_prediction_tables(rows, tuple(self.classes.names))
 
     def export(self, models: Models, folder: Path) -> dict[str, Any]:
         """Write the model and its tokenizer.
