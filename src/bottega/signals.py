@@ -9,6 +9,7 @@ import time
 from types import FrameType, TracebackType
 from typing import ClassVar, NoReturn
 
+from bottega.stop_with_parent import stops_with_parent
 from bottega.world import World
 
 ECHO_SECONDS = 5.0
@@ -64,6 +65,7 @@ class StopSignals:
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
         self._received_at = 0.0
+        self._stops_with_parent = False
         self._previous_handlers: dict[int, object] = {}
         self._outer: StopSignals | None = None
         self._is_leaving = False
@@ -76,6 +78,7 @@ class StopSignals:
         self._outer, StopSignals.current = StopSignals.current, self
         if self._outer is not None:  # the exception of an outer context may have been swallowed
             self.received, self._received_at = self._outer.received, self._outer._received_at
+        self._stops_with_parent = stops_with_parent()
         for number in self.HANDLED_SIGNALS:
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue  # nohup: the run must outlive its terminal
@@ -100,7 +103,10 @@ class StopSignals:
 
     def _catch(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if self.received is not None and _is_echo(now - self._received_at):
+        if self.received is not None and (
+            # The kernel repeats SIGTERM for each thread of a dying parent; Ctrl-C and SIGKILL still end the process.
+            (number == signal.SIGTERM and self._stops_with_parent) or _is_echo(now - self._received_at)
+        ):
             return
         if self.received is not None:
             exit_immediately(

@@ -10,8 +10,8 @@ import os
 import signal
 import sys
 
-PR_SET_PDEATHSIG = 1
-"""Option of prctl(2): the signal sent to this process when its parent dies. It survives exec."""
+PR_SET_PDEATHSIG, PR_GET_PDEATHSIG = 1, 2
+"""Options of prctl(2): the signal sent to this process when its parent dies. It survives exec, and children do not inherit it."""
 
 
 def build_command(command: list[str]) -> list[str]:
@@ -19,6 +19,17 @@ def build_command(command: list[str]) -> list[str]:
     if sys.platform != "linux":
         return command
     return [sys.executable, "-m", "bottega.stop_with_parent", str(os.getpid()), *command]
+
+
+def stops_with_parent() -> bool:
+    """Return whether the kernel sends SIGTERM to this process when its parent dies; it does so once for each thread of the parent."""
+    if sys.platform != "linux":
+        return False
+    import ctypes
+
+    number = ctypes.c_int()
+    ctypes.CDLL(None).prctl(PR_GET_PDEATHSIG, ctypes.byref(number))
+    return number.value == signal.SIGTERM
 
 
 def main(words: list[str]) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from bottega import stop_with_parent
 from bottega.core import checkpoint
 from small_run import Running, environment, read_logged_steps, run_bottega, train_arguments, write_text
 
@@ -83,6 +84,32 @@ def test_second_signal_exits_at_once(stopped: dict[str, tuple[int, str, Path]], 
     assert returned == code, err
     assert "second signal" in err
     assert checkpoint.list_checkpoints(run / "checkpoints") == [], "nothing was saved"
+
+
+TWICE = """
+import os, signal, threading
+from bottega.signals import StopSignals
+
+with StopSignals() as signals:
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGTERM)
+        threading.Event().wait(0.01)  # lets Python run the handler
+    print("saved after", signals.received.name)
+"""
+
+
+@pytest.mark.parametrize("with_parent", [False, True])
+def test_repeated_sigterm_never_ends_a_process_that_stops_with_its_parent(with_parent: bool) -> None:
+    """The kernel announces the death of a parent once for each of its threads."""
+    command = [sys.executable, "-c", TWICE]
+    if with_parent:
+        command = stop_with_parent.build_command(command)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
+    if with_parent and sys.platform == "linux":
+        assert (done.returncode, done.stdout) == (0, "saved after SIGTERM\n"), done.stderr
+    else:
+        assert done.returncode == 143
+        assert "second signal" in done.stderr
 
 
 AT_IMPORT = """
