@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from bottega.analysis.crossval import crossval
+    from bottega.analysis.diagnose import diagnose
     from bottega.analysis.evaluate import evaluate
-    from bottega.analysis.library import compare, lr_find, plan, runs
+    from bottega.analysis.library import compare, doctor, lr_find, plan, runs
     from bottega.analysis.predict import predict
     from bottega.analysis.report import report
     from bottega.data.augment_sample import augment
@@ -23,6 +24,8 @@ __all__ = [
     "augment",
     "compare",
     "crossval",
+    "diagnose",
+    "doctor",
     "evaluate",
     "load",
     "load_plugin",
@@ -40,6 +43,8 @@ _MODULES = {
     "augment": "data.augment_sample",
     "compare": "analysis.library",
     "crossval": "analysis.crossval",
+    "diagnose": "analysis.diagnose",
+    "doctor": "analysis.library",
     "evaluate": "analysis.evaluate",
     "load": "run.train",
     "load_plugin": "tasks.plugins",

@@ -106,3 +106,16 @@ class StepProfiler(ABC):
     @abstractmethod
     def finish(self) -> None:
         """End the recording early, if it has begun and not ended, and pass the profile to `write`."""
+
+
+class MemoryPrediction(NamedTuple):
+    """Predicted memory of training at its peak. The fields are keys of `memory` in `bottega plan --json`."""
+
+    peak: int
+    """The sum of the categories."""
+    categories: dict[str, int]
+    """What holds the memory -> bytes."""
+
+
+class PredictionUnavailable(Exception):
+    """The memory of a model cannot be predicted; the message says why, as a clause."""

@@ -97,7 +97,7 @@ CASES: dict[str, Any] = {
     "schema": (lambda p: ["schema"], ['"$defs"']),
     "init": (lambda p: ["init"], ["task: language"]),
     "import": (lambda p: ["import", p.foreign(), "--out", p.folder / f"recipe{TITLE}.yaml"], ["learning_rate"]),
-    "doctor": (lambda p: ["doctor"], ["torch"]),
+    "doctor": (lambda p: ["doctor", "--quick", "--dir", p.folder], ["torch", "in\\x1b]0;owned"]),
     "inspect": (lambda p: ["inspect", p.language], ["parameters"]),
     "ledger": (lambda p: ["ledger", p.language, "--step", "1"], ["step 1: samples"]),
     "verify-resume": (
@@ -107,6 +107,7 @@ CASES: dict[str, Any] = {
     "runs": (lambda p: ["runs", p.folder], ["language", "finished", "8/8"]),
     "crossval": (lambda p: p.crossval(), ["fold-0", "accuracy"]),
     "tune": (lambda p: p.tune(), ["2 trials", "best: trial", "next:  bottega train"]),
+    "diagnose": (lambda p: ["diagnose", p.classify], ["finished"]),
     "report": (lambda p: ["report", p.classify, p.language, "--out", p.folder / f"page{TITLE}.html"], ["MB)"]),
     "compare": (lambda p: ["compare", p.classify, p.other], ["A", "B"]),
     "lr-find": (

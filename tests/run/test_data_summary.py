@@ -1,4 +1,4 @@
-"""data.json: the numbers of the data, whose classes are counted once."""
+"""data.json: the numbers of the data, which are counted once."""
 
 from __future__ import annotations
 
@@ -25,12 +25,16 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, int]]:
     return results
 
 
-def test_a_resumed_run_does_not_count_its_classes_again(tmp_path: Path, counts: list[dict[str, int]]) -> None:
+def test_a_resumed_run_does_not_count_again(
+    tmp_path: Path, counts: list[dict[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     values = small_texts.settings(tmp_path, name="run", **{"training.scheduler.name": "constant"})
     run = bottega.train("classify", {**values, "training.max_steps": 1}, quiet=True)
     path = run.path / "data.json"
     first = json.loads(path.read_text())
     assert sum(first["classes"].values()) == first["splits"]["train"]
+    assert first["copies"]["train"]["compared"] == first["splits"]["train"]
+    monkeypatch.setattr(TableData, "compare_splits", lambda data: pytest.fail("compared twice"))
     bottega.train("classify", {**values, "training.max_steps": 2}, quiet=True)
     assert json.loads(path.read_text()) == first
     assert len(counts) == 1

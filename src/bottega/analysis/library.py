@@ -54,12 +54,32 @@ def compare(
         return compare_groups([str(group) for group in groups], metric=metric, split=split, alpha=alpha)
 
 
-def plan(recipe: RecipeLike, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """`bottega.plan`: the resolved recipe, under `recipe`; every problem that training would find is raised."""
-    from bottega.analysis.plan import plan_recipe
+def doctor(*, device: str = "auto", folder: str | Path = "runs", quick: bool = False) -> dict[str, Any]:
+    """`bottega.doctor`: whether this machine can train; `problems` has what does not work, each with a `remedy`.
+
+    `folder` is where runs would be written. With `quick`, what takes seconds is left out. `exit_code` is 5 if a problem stops
+    training. Raises EnvironmentProblem if the device does not exist.
+    """
+    from bottega.analysis.doctor.examine import examine_machine
 
     with _translate_errors():
-        return plan_recipe([*_list_sources(recipe), overrides or {}], show=False)
+        return examine_machine(device=device, folder=Path(folder), is_quick=quick).to_plain_dict()
+
+
+def plan(
+    recipe: RecipeLike, overrides: Mapping[str, Any] | None = None, *, fit: str | None = None, probe: bool = False
+) -> dict[str, Any]:
+    """`bottega.plan`: the resolved recipe under `recipe`, and what the run will need under `prediction`.
+
+    Every problem that training would find is raised; those of this machine alone (no such device, too little memory or disk)
+    are in `problems`. `fit`, such as "24GB", adds what fits into the memory of a GPU; `probe` measures a few steps.
+    """
+    from bottega.analysis.fit import parse_memory
+    from bottega.analysis.plan import PlanOptions, plan_recipe
+
+    with _translate_errors():
+        options = PlanOptions(fit=None if fit is None else parse_memory(fit), probe=probe)
+        return plan_recipe([*_list_sources(recipe), overrides or {}], show=False, options=options)
 
 
 def runs(folder: str | Path = "runs") -> list[dict[str, Any]]:

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from bottega.analysis.plan import list_precompute_notes
+from bottega.analysis.prediction import build_longest_batch
 from bottega.callbacks.console import Console
 from bottega.callbacks.progress_bars import progress_bars
 from bottega.config.load import get_global_batch_size
 from bottega.core.engine import Engine
 from bottega.core.errors import UsageError
 from bottega.core.types import Batch
-from bottega.data.sources.source import Source
 from bottega.engines.out_of_memory import build_out_of_memory_error
 from bottega.run.checks import find_problems, raise_all
 from bottega.run.compose import build_engine, build_training_plan, prepare_workload
@@ -62,14 +60,6 @@ def plan_memory(words: list[str], *, quiet: bool = False) -> dict[str, Any]:
             )
     finally:
         engine.close()
-
-
-def build_longest_batch(source: Source, size: int) -> Batch:
-    """Return a batch of the `size` longest samples, because these decide what fits; the first ones if all have the same length."""
-    by_length = source.length_order(len(source))
-    order = np.arange(len(source)) if by_length is None else np.asarray(by_length)[::-1]
-    index = order[np.arange(size) % len(order)]
-    return source.rows(index, epoch=np.zeros(size, dtype=np.int64))
 
 
 def measure_memory(

@@ -1,14 +1,20 @@
-"""`bottega plan`: check a recipe as `train` would, and print the resolved recipe."""
+"""`bottega plan`: check a recipe as `train` would, print the resolved recipe, and predict what the run needs."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from typing import Any
 
+from bottega.analysis.fit import fit_memory, format_fit
+from bottega.analysis.prediction import MemoryPredictor, format_prediction, predict_run
+from bottega.analysis.probe import format_probe, probe_run
 from bottega.callbacks.console import Console
+from bottega.callbacks.progress_bars import progress_bars
 from bottega.config.load import ResolvedRecipe, get_global_batch_size, to_yaml
 from bottega.config.recipe import Recipe
-from bottega.core.errors import BottegaError, DataError
+from bottega.core.errors import BottegaError, DataError, MissingDevice, UsageError
+from bottega.engines.backend import open_backend
 from bottega.redaction import redact_values
 from bottega.run.checks import (
     find_data_problems,
@@ -24,43 +30,136 @@ from bottega.run.checks import (
     raise_all,
 )
 from bottega.run.compose import build_training_plan, prepare_workload
-from bottega.run.train import is_exported, prepare_data
+from bottega.run.train import ensure_dependency, is_exported, prepare_data
 from bottega.tasks import dependencies
 from bottega.tasks.personalize.config import PersonalizeRecipe
 from bottega.tasks.recipes import check_recipe
 from bottega.tasks.registry import find_spec
+from bottega.techniques.training_plan import TrainingPlan
 from bottega.terminal import print_notice, print_result
 from bottega.world import World
 
 
-def plan_command(words: list[str], *, show: bool) -> dict[str, Any]:
+@dataclass(frozen=True)
+class PlanOptions:
+    """What `bottega plan` does beyond checking a recipe."""
+
+    predict: bool = True
+    """Predict parameters, memory, steps and disk."""
+    fit: int | None = None
+    """Bytes of memory that training has to fit into."""
+    probe: bool = False
+    """Measure a few training steps."""
+    price: float | None = None
+    """Price of a second of the machine."""
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether the data and the models behind it have to be opened, however long that takes."""
+        return self.probe or self.fit is not None
+
+
+DEFAULT_OPTIONS = PlanOptions()
+
+
+def plan_command(words: list[str], *, show: bool, options: PlanOptions = DEFAULT_OPTIONS) -> dict[str, Any]:
     """Find every problem that `train` would, in one error with its exit code; else print the resolved recipe.
 
     A file that fits several tasks is a partial recipe, and is only checked against their schemas.
     """
     sources, overrides = parse_words(words)
-    return plan_recipe(sources, overrides, show=show)
+    return plan_recipe(sources, overrides, show=show, options=options)
 
 
-def plan_recipe(sources: list[Any], overrides: Any = (), *, show: bool) -> dict[str, Any]:
-    """Check recipes given by name, file or dict; with `show`, print the result."""
+def plan_recipe(
+    sources: list[Any], overrides: Any = (), *, show: bool, options: PlanOptions = DEFAULT_OPTIONS
+) -> dict[str, Any]:
+    """Check recipes given by name, file or dict, and predict what the run needs; with `show`, print the result.
+
+    A device that is not here, and memory or disk that is too small, do not prevent a prediction: these problems are in
+    `problems` of the report, with their `exit_code`. All others are raised.
+    """
     resolved = _resolve_recipe(sources, overrides)
-    tasks = list(resolved.task_candidates)
+    recipe, tasks = resolved.recipe, list(resolved.task_candidates)
     notes = list(resolved.notes)
+    machine_problems: list[BottegaError] = []
+    plan: TrainingPlan | None = None
+    if len(tasks) > 1 and options.needs_data:
+        raise UsageError(
+            f"bottega plan: --fit and --probe need the task: the keys are valid for {', '.join(tasks)}; set one"
+        )
     if len(tasks) == 1:
-        raise_all([*find_problems(resolved.recipe), *find_directory_problems(resolved.recipe)])
-        notes += list_unused_settings(resolved.recipe)
-        notes += _check_data(resolved.recipe, quiet=not show)
+        problems = [*find_problems(recipe), *find_directory_problems(recipe)]
+        machine_problems = [problem for problem in problems if isinstance(problem, MissingDevice)]
+        if len(machine_problems) < len(problems) or (machine_problems and options.probe):
+            raise_all(problems)
+        if options.probe:
+            for name in dependencies.find_referenced_dependencies(recipe):
+                ensure_dependency(recipe, name, quiet=not show)
+        notes += list_unused_settings(recipe)
+        plan, more_notes, size_problems = _check_data(
+            recipe,
+            quiet=not show,
+            has_device=not machine_problems,
+            opens_slow_data=options.needs_data,
+        )
+        notes += more_notes
+        machine_problems += size_problems
+        if options.probe:
+            raise_all(machine_problems)
+        if plan is None and options.needs_data:
+            raise UsageError(
+                f"bottega plan: {more_notes[0]}; without --fit and --probe the rest of the recipe is checked"
+            )
+    problems = machine_problems if options.fit is None else []  # with it, the run is planned for another machine
     if show:
         for note in notes:
             print_notice(f"bottega: {note}")
-        print_result(to_yaml(resolved.recipe), end="", is_data=True)
-        print_notice(
-            f"bottega: {_summarise_run(resolved.recipe) if len(tasks) == 1 else 'valid for ' + ', '.join(tasks)}"
-        )
-        for line in _list_additions(resolved.recipe):
+        print_result(to_yaml(recipe), end="", is_data=True)
+        if not problems:
+            print_notice(f"bottega: {_summarise_run(recipe) if len(tasks) == 1 else 'valid for ' + ', '.join(tasks)}")
+        for line in _list_additions(recipe):
             print_notice(f"bottega: {line}")
-    return {"valid": True, "tasks": tasks, "notes": notes, "recipe": redact_values(resolved.recipe.to_plain_dict())}
+    report = {"valid": True, "tasks": tasks, "notes": notes, "recipe": redact_values(recipe.to_plain_dict())}
+    if plan is not None and options.predict:
+        report |= _predict(recipe, plan, options, show=show)
+    if problems:
+        report |= {"valid": False, "problems": [str(problem) for problem in problems]}
+        report["exit_code"] = min(problem.code for problem in problems)
+        for problem in problems if show else ():
+            print_notice(f"bottega: {problem}")
+    return report
+
+
+def _predict(recipe: Recipe, plan: TrainingPlan, options: PlanOptions, *, show: bool) -> dict[str, Any]:
+    """Predict the run, find what fits, and measure it, as `options` say; return these parts of the report."""
+    report: dict[str, Any] = {}
+    predictor = MemoryPredictor(recipe, plan, device_type=_choose_device_type(recipe, options))
+
+    def publish(name: str, value: dict[str, Any], text: str) -> None:
+        report[name] = value
+        if show:
+            print_notice(f"\n{text}")
+
+    prediction = predict_run(predictor)
+    publish("prediction", prediction.to_plain_dict(), format_prediction(prediction))
+    if options.fit is not None:
+        with progress_bars(Console(unit="samples", quiet=not show).rich, in_bytes=False) as report_progress:
+            fit = fit_memory(
+                predictor, options.fit, report_progress=lambda done, total: report_progress("settings", done, total)
+            )
+        publish("fit", fit, format_fit(fit))
+    if options.probe:
+        probe = probe_run(recipe, plan, prediction, price=options.price)
+        publish("probe", probe, format_probe(probe, prediction))
+    return report
+
+
+def _choose_device_type(recipe: Recipe, options: PlanOptions) -> str:
+    """Return the type of device to predict for: that of the recipe, here or not; a GPU for `--fit` unless it says otherwise."""
+    if recipe.device != "auto":
+        return recipe.device
+    return "cuda" if options.fit is not None else open_backend(recipe.engine).device_type("auto")
 
 
 def _resolve_recipe(sources: list[Any], overrides: Any) -> ResolvedRecipe:
@@ -75,10 +174,13 @@ def _resolve_recipe(sources: list[Any], overrides: Any) -> ResolvedRecipe:
     )
 
 
-def _check_data(recipe: Recipe, *, quiet: bool) -> list[str]:
+def _check_data(
+    recipe: Recipe, *, quiet: bool, has_device: bool, opens_slow_data: bool
+) -> tuple[TrainingPlan | None, list[str], list[BottegaError]]:
     """Prepare the data as `train` would (which then reads it from the cache), and check the recipe against it.
 
-    Return notes on what cannot be checked before something is trained or downloaded.
+    Return the training plan, notes, and what does not fit on this machine. There is no plan, and a note says so, if something
+    must be trained or downloaded first, or if opening the data takes long and `opens_slow_data` is false.
     """
     untrained_dependencies = [
         f"needs.{name}"
@@ -91,22 +193,29 @@ def _check_data(recipe: Recipe, *, quiet: bool) -> list[str]:
         and not base.startswith(dependencies.REFERENCE_PREFIX)
         and not os.path.isdir(os.path.expanduser(base))
     ):
-        return [f"model.from: {base} is not downloaded yet; what depends on it is checked when train downloads it"]
-    if untrained_dependencies or isinstance(recipe, PersonalizeRecipe) or getattr(recipe.data, "latents", False):
+        note = f"model.from: {base} is not downloaded yet; what depends on it is checked when train downloads it"
+        return None, [note], []
+    is_slow = isinstance(recipe, PersonalizeRecipe) or getattr(recipe.data, "latents", False)
+    if untrained_dependencies or (is_slow and not opens_slow_data):
         prepared = prepare_data(recipe, quiet=quiet)
         if prepared is not None:
             _check_rows(recipe, sum(prepared.tables[table]["rows"] for table in prepared.training_tables))
-        return (
-            [f"{', '.join(untrained_dependencies)}: to be trained first; what depends on it is not checked"]
-            if untrained_dependencies
-            else []
-        )
+        names = ", ".join(untrained_dependencies)
+        if not names:
+            return (
+                None,
+                ["the memory is not predicted, because frozen models would have to run first; --memory measures it"],
+                [],
+            )
+        return None, [f"{names}: to be trained first; what depends on it is not checked"], []
     resolved = dependencies.resolve_references(recipe)
     workload = prepare_workload(resolved, Console(unit="samples", quiet=quiet))
-    raise_all(find_size_problems(recipe, workload.task) or find_disk_problems(recipe, workload.task))
+    problems = find_size_problems(recipe, workload.task) if has_device else []
+    problems = problems or find_disk_problems(recipe, workload.task)
     plan = build_training_plan(resolved, workload)
-    raise_all([*find_data_problems(recipe, plan), *find_model_problems(recipe, plan)])
-    return [*plan.notes, *list_adjusted_settings(recipe, plan)]
+    invalid = [*find_data_problems(recipe, plan), *find_model_problems(recipe, plan)]
+    raise_all([*invalid, *problems] if invalid else [])
+    return plan, [*plan.notes, *list_adjusted_settings(recipe, plan)], problems
 
 
 def _check_rows(recipe: Recipe, num_rows: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from bottega.core.errors import UsageError
 from bottega.core.rundir import is_run
-from bottega.reporting.run_state import describe_run
+from bottega.run_files.state import describe_run
 
 MAX_DEPTH = 2
 """Levels below the folder that are searched for runs: dependencies and folds are one level deeper than runs."""
@@ -18,11 +18,12 @@ def list_runs(folder: Path) -> list[dict[str, Any]]:
     """Return the runs in a folder, or the folder itself if it is a run, the most recently changed first."""
     if not folder.is_dir():
         raise UsageError(f"{folder} does not exist; give a folder of runs, or start a run with bottega train")
-    rows = [describe_run(path, folder) for path in _find_runs(folder)]
+    rows = [describe_run(path, folder) for path in find_runs(folder)]
     return sorted(rows, key=lambda row: (row["updated"] or "", row["run"]), reverse=True)
 
 
-def _find_runs(folder: Path, depth: int = 0) -> list[Path]:
+def find_runs(folder: Path, depth: int = 0) -> list[Path]:
+    """Return the runs in a folder and up to MAX_DEPTH levels below it, or the folder itself if it is a run."""
     try:
         if is_run(folder):
             return [folder]
@@ -33,7 +34,7 @@ def _find_runs(folder: Path, depth: int = 0) -> list[Path]:
         if depth == 0:
             raise
         return []  # a folder of another user
-    return [run for path in subfolders for run in _find_runs(path, depth + 1)]
+    return [run for path in subfolders for run in find_runs(path, depth + 1)]
 
 
 def format_runs(folder: Path, rows: list[dict[str, Any]]) -> str:

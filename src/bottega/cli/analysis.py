@@ -6,19 +6,37 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from bottega.cli.verb import Verb, add_no_arguments, reject_extra_words, take_positional_words
+from bottega.cli.verb import Verb, reject_extra_words, take_positional_words
 from bottega.core.errors import UsageError
 from bottega.terminal import print_result
 
 
+def _add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--device",
+        default="auto",
+        help="the device that training must be able to use: cpu, cuda, cuda:N or mps (default: auto)",
+    )
+    parser.add_argument("--dir", default="runs", metavar="DIR", help="the folder of runs (default: runs)")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="only what takes no time: no imports, matrix products, processes, disk speed",
+    )
+
+
 def _run_doctor(arguments: argparse.Namespace, words: list[str]) -> dict[str, Any]:
-    from bottega.analysis.doctor import examine_environment, format_report
+    from bottega.analysis.doctor.examine import examine_machine, show_steps
+    from bottega.analysis.doctor.report_text import format_report
 
     reject_extra_words(words)
-    report = examine_environment()
+    with show_steps(is_shown=not arguments.json) as on_step:
+        report = examine_machine(
+            device=arguments.device, folder=Path(arguments.dir), is_quick=arguments.quick, on_step=on_step
+        )
     if not arguments.json:
         print_result(format_report(report))
-    return report
+    return report.to_plain_dict()
 
 
 def _add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
@@ -281,5 +299,5 @@ VERBS = {
     "tune": Verb("search better values of recipe keys", _add_tune_arguments, _tune),
     "compare": Verb("test whether groups of runs differ", _add_compare_arguments, _compare),
     "verify-resume": Verb("kill and resume a run, and compare bit for bit", _add_verify_arguments, _verify_resume),
-    "doctor": Verb("show versions, devices and missing packages", add_no_arguments, _run_doctor),
+    "doctor": Verb("check whether this machine can train, and say what to do", _add_doctor_arguments, _run_doctor),
 }

@@ -13,12 +13,21 @@ from bottega.terminal import print_result
 
 
 def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "bottega plan RECIPE... [key=value]... [--check | --memory]"
+    parser.usage = "bottega plan RECIPE... [key=value]... [--check | --memory | --fit SIZE] [--probe [--price 2.5/h]]"
     parser.add_argument(
         "--check",
         action="store_true",
-        help="find every problem that train would find, and print the resolved recipe (default)",
+        help="find every problem that train would find, and print the resolved recipe; predict nothing",
     )
+    parser.add_argument(
+        "--fit",
+        metavar="SIZE",
+        help="find the micro-batch, precision and gradient checkpointing that fit into the memory of a GPU, such as 24GB",
+    )
+    parser.add_argument(
+        "--probe", action="store_true", help="measure a few training steps: time and memory of the run on this device"
+    )
+    parser.add_argument("--price", metavar="PRICE", help="with --probe: price of the machine, such as 2.5/h")
     parser.add_argument(
         "--memory",
         action="store_true",
@@ -27,10 +36,21 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan(arguments: argparse.Namespace, words: list[str]) -> dict[str, Any]:
-    from bottega.analysis.plan import plan_command
+    from bottega.analysis.fit import parse_memory
+    from bottega.analysis.plan import PlanOptions, plan_command
+    from bottega.analysis.probe import parse_price
 
-    if arguments.check and arguments.memory:
-        raise UsageError("bottega plan: --check and --memory cannot be combined; run one after the other")
+    flags = [f"--{name}" for name in ("check", "memory", "fit", "probe") if getattr(arguments, name)]
+    if len(flags) > 1 and flags != ["--fit", "--probe"]:
+        raise UsageError(f"bottega plan: {' and '.join(flags)} cannot be combined; run one after the other")
+    if arguments.price is not None and not arguments.probe:
+        raise UsageError("bottega plan: --price needs --probe, which measures the time of a step")
+    options = PlanOptions(
+        predict=not arguments.check,
+        fit=None if arguments.fit is None else parse_memory(arguments.fit),
+        probe=arguments.probe,
+        price=None if arguments.price is None else parse_price(arguments.price),
+    )
     if arguments.memory:
         from bottega.analysis.memory import format_report, plan_memory
 
@@ -38,7 +58,7 @@ def _plan(arguments: argparse.Namespace, words: list[str]) -> dict[str, Any]:
         if not arguments.json:
             print_result(format_report(report))
         return report
-    return plan_command(words, show=not arguments.json)
+    return plan_command(words, show=not arguments.json, options=options)
 
 
 def _list_recipes(arguments: argparse.Namespace, words: list[str]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The verb report: an HTML page over runs, cross-validations and studies."""
+"""The verbs report and diagnose: an HTML page over runs, cross-validations and studies; what is wrong with runs."""
 
 from __future__ import annotations
 
@@ -57,4 +57,25 @@ def _announce(url: str) -> None:
     print_result(url)
 
 
-VERBS = {"report": Verb("write an HTML page with curves, samples and tables of runs", _add_report_arguments, _report)}
+def _add_diagnose_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "bottega diagnose RUN... | FOLDER"
+    parser.add_argument("paths", nargs="*", metavar="RUN", help="runs, and folders of runs")
+
+
+def _diagnose(arguments: argparse.Namespace, words: list[str]) -> dict[str, Any]:
+    from bottega.analysis.diagnose import diagnose_all, format_report
+
+    reports, notes = diagnose_all([*arguments.paths, *take_positional_words(words)])
+    for note in notes:
+        print_notice(f"note: {note}")
+    if not arguments.json:
+        print_result("\n\n".join(format_report(report) for report in reports))
+    return {"runs": reports, "notes": notes}
+
+
+VERBS = {
+    "report": Verb("write an HTML page with curves, samples and tables of runs", _add_report_arguments, _report),
+    "diagnose": Verb(
+        "say what is wrong with runs, by which evidence, and what to try", _add_diagnose_arguments, _diagnose
+    ),
+}

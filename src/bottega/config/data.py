@@ -347,6 +347,12 @@ class Filter(Section):
     )
 
 
+class ExactDeduplication(Section):
+    """Removal of samples other than texts that are equal once they are decoded."""
+
+    method: Literal["exact"] = Field("exact", description="exact: equal after decoding and resizing")
+
+
 class Deduplication(Section):
     """Removal of duplicate texts."""
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field
 
-from bottega.config.data import Data
+from bottega.config.data import Data, ExactDeduplication
 from bottega.config.recipe import Recipe, find_path_problems
 
 
@@ -16,6 +16,7 @@ class MediaData(Data):
     condition_field: str | None = Field(
         None, description="field of a row with the condition; null looks for the usual names"
     )
+    deduplicate: ExactDeduplication | None = Field(None, description="drop duplicate samples; null keeps all")
     latents: bool = Field(False, description="with model.vae: compute all latents once before training, and cache them")
 
 

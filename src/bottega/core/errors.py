@@ -39,6 +39,10 @@ class EnvironmentProblem(BottegaError):
     code = 5
 
 
+class MissingDevice(EnvironmentProblem):
+    """The machine does not have the device that the recipe names."""
+
+
 class Diverged(BottegaError):
     """The loss or a gradient is not finite, and the policy is to stop training."""
 

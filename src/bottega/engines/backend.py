@@ -13,6 +13,8 @@ from bottega.config.training import Training
 from bottega.core.engine import Engine
 from bottega.core.errors import BottegaError
 from bottega.core.task import Task
+from bottega.core.types import Batch
+from bottega.measurements import MemoryPrediction
 
 BACKENDS = {"torch": "bottega.engines.torch.backend:TorchBackend"}
 
@@ -30,6 +32,22 @@ class MemoryEstimate(NamedTuple):
     def total(self) -> int:
         """Bytes of weights, gradients, optimizer state and weight average together."""
         return self.weights + self.gradients + self.optimizer + self.average
+
+    @property
+    def checkpoint(self) -> int:
+        """Bytes of one checkpoint: frozen weights are not saved, and trained ones have gradients of their size."""
+        return self.gradients + self.optimizer + self.average
+
+
+class ModelPart(NamedTuple):
+    """Parameters of a model, or of one of its parts. The fields are keys of `parts` in `bottega plan --json`."""
+
+    model: str
+    """Name of the model; the trained one is "model"."""
+    part: str | None
+    """Path of the module, such as "layers"; None for the whole model."""
+    parameters: int
+    trainable: int
 
 
 class Backend(ABC):
@@ -68,6 +86,10 @@ class Backend(ABC):
     def limit_threads(self, count: int | None) -> None:
         """Set the number of CPU threads; None keeps the framework's default."""
 
+    @abstractmethod
+    def measure_matmul_rate(self, device: str, precision: str) -> float:
+        """Return the floating-point operations per second of large matrix products in fp32, bf16 or fp16."""
+
     # Estimates from the shape of a model, for which nothing is allocated or computed
 
     @abstractmethod
@@ -85,6 +107,30 @@ class Backend(ABC):
     @abstractmethod
     def check_memory(self, estimate: MemoryEstimate, device: str) -> None:
         """Raise OutOfMemory if the model does not fit on the device."""
+
+    @abstractmethod
+    def list_parts(self, task: Task, *, seed: int) -> list[ModelPart]:
+        """Return each model of a task, and its parts below it; nothing if only the model's files are known."""
+
+    @abstractmethod
+    def predict_memory(
+        self,
+        task: Task,
+        training: Training,
+        batch: Batch,
+        *,
+        seed: int,
+        device_type: str,
+        micro_batch_size: int | None = None,
+    ) -> MemoryPrediction:
+        """Return the memory of training at its peak, activations included, on a device that need not be here.
+
+        Raises PredictionUnavailable if it cannot be predicted.
+        """
+
+    @abstractmethod
+    def find_available_memory(self, device: str) -> int | None:
+        """Return the bytes that are free on a device; None if this machine does not have it."""
 
     # Ranks
 

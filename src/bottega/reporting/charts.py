@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from bottega.reporting.curves import MetricsLog, Series, ThinnedPoints
+from bottega.run_files.logs import MetricsLog, Series, ThinnedPoints
 
 POINT_BUDGET, MODULE_POINT_BUDGET = 30_000, 12_000
 """Points of all curves and of all modules on a page: together about 1.3 MB of text."""

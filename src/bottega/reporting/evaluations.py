@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bottega.reporting.curves import is_number
 from bottega.reporting.media import MediaBudget, MediaItem, read_item
-from bottega.reporting.run_files import list_folder, read_json_object
 from bottega.reporting.tables import Table, format_number
+from bottega.run_files.logs import is_number
+from bottega.run_files.reading import list_folder, read_json_object
 
 MAX_CLASSES = 200
 """Rows of the table of classes."""

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bottega.reporting.configuration import get_value
-from bottega.reporting.curves import MetricsLog, is_number
 from bottega.reporting.evaluations import EvaluationResult
 from bottega.reporting.tables import format_large, format_number, format_seconds
+from bottega.run_files.configuration import get_value
+from bottega.run_files.logs import MetricsLog, is_number
 
 MODEL_KEYS = ("model.kind", "model.size", "model.backbone", "model.architecture", "model.from")
 """Keys that name a model, in order; the first two that are set are shown."""

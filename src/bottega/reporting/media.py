@@ -10,7 +10,7 @@ from typing import Literal
 
 from bottega.callbacks.media_files import CONTACT_SHEET_STEMS
 from bottega.redaction import redact_text
-from bottega.reporting.run_files import is_regular_file, list_folder
+from bottega.run_files.reading import is_regular_file, list_folder
 
 MAX_FILE_BYTES = 4 << 20
 """A larger file is named with its path, not inlined."""

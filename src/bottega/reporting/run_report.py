@@ -7,17 +7,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bottega.core.errors import UsageError
-from bottega.core.rundir import RunDirectory
+from bottega.diagnosis.finding import Finding
+from bottega.diagnosis.rules import apply_rules
 from bottega.redaction import redact_text
-from bottega.reporting.configuration import compare_with_origin, get_value, list_configuration, read_configuration
-from bottega.reporting.curves import MetricsLog, ModuleLog, Series, is_number, read_metrics_log, read_module_log
+from bottega.reporting.configuration import compare_with_origin, list_configuration
 from bottega.reporting.evaluations import UNKNOWN_FORMAT, EvaluationResult, collect_evaluations
 from bottega.reporting.headline import Headline, build_headline, describe_source, list_sources
 from bottega.reporting.media import MediaBudget, MediaItem, SampleStep, collect_samples, read_item
-from bottega.reporting.run_files import is_regular_file, read_json_object
-from bottega.reporting.run_state import describe_run
 from bottega.reporting.tables import Table, format_bytes, format_number
+from bottega.run_files.configuration import get_value
+from bottega.run_files.logs import MetricsLog, ModuleLog, Series, is_number
+from bottega.run_files.record import read_record
 
 MAX_CLASSES = 200
 """Rows of the table of classes."""
@@ -43,6 +43,8 @@ class RunReport:
     plots: list[MediaItem]
     tables: dict[str, list[Table]]
     """Section -> tables: data, modules, memory, profile, environment, configuration."""
+    findings: tuple[Finding, ...] = ()
+    """What `bottega diagnose` finds."""
     memory_chart: dict[str, Any] | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -68,22 +70,13 @@ def read_run(
 
     `is_running` and `failure` are what the caller knows of its state; see `describe_run`.
     """
-    directory = RunDirectory(path)
-    if not directory.recipe.is_file() and not directory.metrics.is_file():
-        raise UsageError(f"{path} is not a run: it has neither recipe.yaml nor metrics.jsonl")
+    record = read_record(path, is_running=is_running, failure=failure)
+    configuration, environment, data, memory = record.configuration, record.environment, record.data, record.memory
+    log, state, modules = record.log, record.state, record.modules
     notes: list[str] = []
-    configuration = read_configuration(directory.recipe, notes)
-    environment = read_json_object(directory.environment, path, notes)
-    data = read_json_object(path / "data.json", path, notes)
-    memory = read_json_object(path / "memory.json", path, notes)
-    profile = read_json_object(path / "profile" / "operations.json", path, notes)
-    log = read_metrics_log(directory.metrics) if is_regular_file(directory.metrics, path) else MetricsLog()
-    state = describe_run(path, path.parent, is_running=is_running, failure=failure)
     samples = collect_samples(path, budget)  # before other pictures, because the budget is limited
     evaluations = collect_evaluations(path, budget, notes, class_counts=data.get("classes"))
-    modules_log = path / "modules.jsonl"
-    modules = read_module_log(modules_log) if is_regular_file(modules_log, path) else ModuleLog()
-    notes = [*_list_state_notes(state, log), *_list_log_notes(log, modules, state), *notes]
+    notes = [*_list_state_notes(state, log), *_list_log_notes(log, modules, state), *record.notes, *notes]
 
     def build_tables(subject: str, build: Callable[[], list[Table]]) -> list[Table]:
         try:
@@ -108,13 +101,14 @@ def read_run(
             "data": build_tables("the data", lambda: _build_data_tables(configuration, data)),
             "modules": _build_module_table(modules),
             "memory": build_tables("memory", lambda: _build_memory_table(memory)),
-            "profile": build_tables("the profile", lambda: _build_profile_table(profile)),
+            "profile": build_tables("the profile", lambda: _build_profile_table(record.profile)),
             "environment": build_tables("the environment", lambda: [_build_environment_table(environment, path)]),
             "configuration": [
                 *([table] if (table := compare_with_origin(configuration)) is not None else []),
                 list_configuration(configuration),
             ],
         },
+        findings=apply_rules(record).findings,
         memory_chart=_build_memory_chart(memory),
         notes=notes,
     )

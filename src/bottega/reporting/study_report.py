@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from bottega.core.errors import UsageError
-from bottega.reporting.configuration import format_value
-from bottega.reporting.curves import is_number
 from bottega.reporting.evaluations import UNKNOWN_FORMAT, format_p
-from bottega.reporting.run_files import read_json_object
 from bottega.reporting.tables import Table, format_number, format_seconds
+from bottega.run_files.configuration import format_value
+from bottega.run_files.logs import is_number
+from bottega.run_files.reading import read_json_object
 
 MAX_TRIALS = 300
 """Trials in the table; the charts show all."""

@@ -186,12 +186,16 @@ def _find_nearest_existing(path: Path) -> Path:
 
 def find_disk_problems(recipe: Recipe, task: Task) -> list[BottegaError]:
     """Return a problem if the checkpoints do not fit on the disk, estimated from the shape of the model."""
-    run = RunDirectory(Path(recipe.output_dir) / recipe.run_name())
     backend, is_frozen = open_backend(recipe.engine), find_injection(recipe) is not None
     estimate = backend.estimate_memory(task, recipe.training, seed=recipe.seed, is_frozen=is_frozen)
-    checkpoint_size = estimate.gradients + estimate.optimizer + estimate.average  # frozen weights are not saved
-    folder = run.checkpoints if run.checkpoints.is_dir() else _find_nearest_existing(run.path)
-    return _collect(lambda: check_disk_space(folder, size=checkpoint_size, keep=recipe.checkpoint.keep))
+    folder = find_checkpoint_folder(recipe)
+    return _collect(lambda: check_disk_space(folder, size=estimate.checkpoint, keep=recipe.checkpoint.keep))
+
+
+def find_checkpoint_folder(recipe: Recipe) -> Path:
+    """Return the folder of the checkpoints, or the nearest one above it that exists."""
+    run = RunDirectory(Path(recipe.output_dir) / recipe.run_name())
+    return run.checkpoints if run.checkpoints.is_dir() else _find_nearest_existing(run.path)
 
 
 def list_unused_settings(recipe: Recipe) -> list[str]:

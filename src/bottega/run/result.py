@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from bottega.callbacks.console import Console
-from bottega.callbacks.divergence import diagnose_losses
 from bottega.config.recipe import Recipe
 from bottega.core.callback import Progress
 from bottega.core.errors import first_line
 from bottega.core.rundir import RunDirectory
-from bottega.metrics_log import read_metrics
 from bottega.tasks import plugins
 from bottega.tasks.workload import Workload
 from bottega.world import World
@@ -40,9 +38,7 @@ def announce_result(
     )
     console.info(f"\n{path}: {progress.step} steps in {seconds:.0f} s{best}", style="bold")
     if World.from_environment().is_main:
-        divergence = diagnose_losses(read_metrics(directory.metrics), recipe)
-        if divergence is not None:
-            console.warn(divergence)
+        print_diagnosis(directory, console)
         write_report(recipe, directory, console)
     commands = [f"generate {path}{example}"] if (example := workload.sampler.example_flags()) is not None else []
     commands += [f"evaluate {path}{'' if has_validation else ' --data PATH'}", f"export {path}"]
@@ -62,6 +58,22 @@ def _show_samples(console: Console, folder: Path) -> None:
     ]
     if files:
         console.info(f"\nsamples: {', '.join(map(str, files))}", style="bold")
+
+
+def print_diagnosis(directory: RunDirectory, console: Console, *, failure: BaseException | None = None) -> None:
+    """Print what `bottega diagnose` finds; a diagnosis that fails costs a warning, not the run.
+
+    `failure` is the error that ended the run, if any.
+    """
+    from bottega.diagnosis.rules import apply_rules
+    from bottega.run_files.record import read_record
+
+    try:
+        reason = str(failure) if failure is not None else None
+        for line in apply_rules(read_record(directory.path, is_running=False, failure=reason)).format_lines():
+            console.warn(line)
+    except Exception as error:
+        console.warn(f"the run was not diagnosed: {first_line(error)}")
 
 
 def write_report(

@@ -14,11 +14,13 @@ from bottega.data.formats.files import BRACE_RANGE
 from bottega.data.order.interleaved import Interleaved
 from bottega.data.order.orders import Order
 from bottega.data.prepare.prepared import PreparedData
+from bottega.data.prepare.split_comparison import compare_tables
 from bottega.data.sources import combine
 from bottega.data.sources.external import ExternalData
 from bottega.data.sources.source import Source
 from bottega.data.sources.take import Take
 from bottega.data.tables.classes import read_text_column
+from bottega.data.tables.shards import Table
 from bottega.tasks.data_paths import DataMissing, resolve_paths
 from bottega.tasks.task_data import TaskData
 
@@ -125,6 +127,21 @@ class TableData(TaskData):
             label for table in tables if "label" in table.columns for label in read_text_column(table, "label")
         )
         return {name: counts[name] for name in names} if names and counts.keys() <= set(names) else {}
+
+    def compare_splits(self) -> dict[str, Any]:
+        data, prepared = self.recipe.data, self.prepared
+        if "deduplicate" not in type(data).model_fields:
+            return {}  # the rows of these tables are not the samples, as for the people of personalize
+        train_limits = [limit for limit in (data.limit, data.train.limit) if limit is not None]
+        limits: dict[str, int | None] = {"train": min(train_limits, default=None)}
+        held_out: dict[str, Table] = {}
+        for name in ("validation", "test"):
+            if name in prepared.tables:
+                held_out[name] = prepared.table(name)
+                limits[name] = section.limit if (section := getattr(data, name)) is not None else None
+        training = [prepared.table(name) for name in prepared.training_tables]
+        comparison = compare_tables(training, held_out, limits=limits)
+        return {"key": "data", **comparison} if comparison else {}
 
     def table(self, name: str, *, is_training: bool) -> Source:
         """Return one of the run's tables as samples."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from pathlib import Path
+from typing import Any
 
 from bottega.data.order.orders import Order
 from bottega.data.sources.external import ExternalData
@@ -38,6 +39,13 @@ class TaskData(ABC):
 
     def count_classes(self) -> dict[str, int]:
         """Return the number of training samples of each class; {} if the data has no classes, or several labels a sample."""
+        return {}
+
+    def compare_splits(self) -> dict[str, Any]:
+        """Return the number of duplicates in the training data and of held-out samples that are in it too; {} if unknown.
+
+        `key` is the recipe key of the compared data; for the others see `data.prepare.split_comparison`.
+        """
         return {}
 
     @property

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from bottega.config.data import Data, HeldOut, Source
+from bottega.config.data import Data, ExactDeduplication, HeldOut, Source
 from bottega.config.section import Number, Positive, Probability, Section, Whole
 
 Difficulty = Literal["plain", "hard"]
@@ -130,6 +130,7 @@ class RoutingData(Data):
     )
     rule_seed: Whole = Field(0, ge=0, description="synthetic: seed of the rules and cells")
     augmentation: VectorAugmentation | None = Field(None, description="augmentation of the training samples")
+    deduplicate: ExactDeduplication | None = Field(None, description="drop duplicate samples; null keeps all")
 
     @property
     def is_synthetic(self) -> bool:

@@ -60,6 +60,8 @@ def prepare_media(recipe: MediaRecipe, *, progress: ProgressCallback, cache: Pat
         label_field=data.condition_field if condition == "class" else None,
         num_classes=getattr(recipe.model, "num_classes", None) if condition == "class" else None,
         needs_classes=condition == "class",
+        deduplicate=data.deduplicate,
+        content_encoder=encoder,
     )
     return prepare(plan, cache=cache or default_cache(), progress=progress)
 
@@ -92,6 +94,8 @@ def prepare_vectors(data: RoutingData, *, progress: ProgressCallback, cache: Pat
         ),
         options=(encoder,),
         num_classes=data.num_labels if is_synthetic else None,
+        deduplicate=data.deduplicate,
+        content_encoder=encoder,
     )
     return prepare(plan, cache=cache or default_cache(), progress=progress)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from bottega.config.data import Data, Deduplication, Splitting
+from bottega.config.data import Data, Deduplication, ExactDeduplication, Splitting
 from bottega.core.errors import DataError, UsageError
 from bottega.data.prepare.encode import EncodeJobs, encode_tables
 from bottega.data.prepare.encoder import Encoder
@@ -129,7 +129,9 @@ class PreparationPlan:
     """Number of classes in the recipe; None takes it from the data."""
     needs_classes: bool = False
     """Whether a record without a label is an error."""
-    deduplicate: Deduplication | None = None
+    deduplicate: Deduplication | ExactDeduplication | None = None
+    content_encoder: Encoder | None = None
+    """Encoder whose rows are compared to find duplicates; None compares texts. It does not change the key, since `options` has it."""
 
     @property
     def tables(self) -> tuple[str, ...]:
@@ -383,5 +385,6 @@ def _scan_and_decide(
         plan.deduplicate,
         stop_on_bad=plan.stop_on_bad,
         by_length=plan.task == "language",
+        content_encoder=plan.content_encoder,
     )
     return decide_tables(scan, plan.split_fractions, plan.tables, max_bad=plan.data.max_bad, progress=progress)

@@ -10,14 +10,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bottega.config.data import Deduplication, Splitting
+from bottega.config.data import Deduplication, ExactDeduplication, Splitting
 from bottega.core.errors import DataError
+from bottega.data.prepare.encoder import Encoder
 from bottega.data.prepare.inputs import Input, Item, Shares
 from bottega.data.prepare.jobs import Jobs, ProgressCallback, run_jobs
 from bottega.data.prepare.rules import Rules, read_records
 from bottega.data.prepare.tally import Tally
 from bottega.data.records.fields import list_fields, read_label
 from bottega.data.records.record import BadRecord, Record, Unreadable
+from bottega.data.tables.content import hash_rows
 from bottega.data.tables.splits import SplitTable, assign_splits, hash_key
 from bottega.data.text.duplicates import (
     NUM_PERMUTATIONS,
@@ -75,11 +77,13 @@ class ScanJobs(Jobs):
     rules: Rules
     split: Splitting
     label_field: str | None
-    duplicates: Deduplication | None
+    duplicates: Deduplication | ExactDeduplication | None
     stop_on_bad: bool
     """Whether a bad record is an error."""
     by_length: bool = False
     """Whether fractions are of the text length rather than of the number of records."""
+    content_encoder: Encoder | None = None
+    """Encoder whose rows are compared to find duplicates; None compares texts."""
     stage: str = "scan"
 
     def num_pieces(self, number: int) -> int:
@@ -125,11 +129,20 @@ class ScanJobs(Jobs):
             sizes=len(text) if self.by_length else 1,
             labels=hash_key(self._read_label(record)) if is_split and self.split.by == "stratified" else 0,
             groups=group,
-            contents=hash_content(text) if self.duplicates is not None else 0,
+            contents=self._hash_record(record, text) if self.duplicates is not None else 0,
             kept=True,
             placed=item.table is not None,
             signatures=minhash_signature(text) if self.finds_near_duplicates else None,
         )
+
+    def _hash_record(self, record: Record, text: str) -> int:
+        """Return the hash of a record's content; a record that cannot be decoded equals no other, and the encoder reports it."""
+        if self.content_encoder is None:
+            return hash_content(text)
+        try:
+            return hash_rows(self.content_encoder.rows(record))
+        except Unreadable:
+            return hash_key(record.key)
 
     def _read_label(self, record: Record) -> str:
         """Return the label as the encoder stores it; empty if it cannot be read, which the encoder will report."""
@@ -225,9 +238,8 @@ def _load_field(scan: ScanJobs, num_jobs: int, name: str) -> np.ndarray:
 
 def _find_unique(scan: ScanJobs, load: Any, is_accepted: np.ndarray, records_per_job: list[int]) -> np.ndarray:
     """Return which of the accepted records are not duplicates of an earlier one."""
-    assert scan.duplicates is not None
     is_unique = find_exact_unique(load("contents")[is_accepted])
-    if scan.finds_near_duplicates:
+    if isinstance(scan.duplicates, Deduplication) and scan.finds_near_duplicates:
         is_compared = is_accepted.copy()
         is_compared[is_accepted] = is_unique
         is_unique[is_unique] = find_near_unique(

@@ -12,7 +12,7 @@ D = TypeVar("D", bound=Data)
 
 # Keys that concern the run's own data only: how much of it is read, and how it is mixed.
 OWN_SOURCE_KEYS = ("more_paths", "split", "subset", "metadata", "name", "weight", "limit", "repeat")
-OWN_DATA_KEYS = ("sources", "validation", "test", "split", "replay", "curriculum", "limit")
+OWN_DATA_KEYS = ("sources", "validation", "test", "split", "replay", "curriculum", "limit", "deduplicate")
 
 
 @dataclass(frozen=True)

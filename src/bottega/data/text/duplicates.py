@@ -39,8 +39,12 @@ def hash_content(text: str) -> int:
 
     The probability of any collision among 100 million texts is 1 in 3,700.
     """
-    folded = " ".join(text.casefold().split())
-    return int.from_bytes(hashlib.blake2b(folded.encode("utf-8", "replace"), digest_size=8).digest(), "little")
+    return int.from_bytes(hashlib.blake2b(fold_text(text).encode("utf-8", "replace"), digest_size=8).digest(), "little")
+
+
+def fold_text(text: str) -> str:
+    """Return the text in one case and with single spaces: two texts are equal if these are."""
+    return " ".join(text.casefold().split())
 
 
 def find_exact_unique(keys: Sequence[int] | np.ndarray) -> np.ndarray:

@@ -13,7 +13,9 @@ from bottega.config.training import Training
 from bottega.core.engine import Engine
 from bottega.core.errors import BottegaError
 from bottega.core.task import Task
-from bottega.engines.backend import Backend, MemoryEstimate
+from bottega.core.types import Batch
+from bottega.engines.backend import Backend, MemoryEstimate, ModelPart
+from bottega.measurements import MemoryPrediction
 from bottega.models.device import choose_device
 from bottega.world import World
 
@@ -41,6 +43,13 @@ class TorchBackend(Backend):
     def limit_threads(self, count: int | None) -> None:
         if count is not None:
             torch.set_num_threads(count)
+
+    def measure_matmul_rate(self, device: str, precision: str) -> float:
+        from bottega.engines.torch import compute
+        from bottega.engines.torch.devices import choose_precision
+
+        chosen = choose_device(device)
+        return compute.measure_matmul_rate(chosen, choose_precision(precision, chosen))
 
     def find_model_problems(self, task: Task, training: Training, *, seed: int) -> list[BottegaError]:
         from bottega.config.parameter_groups import resolve_parameter_settings
@@ -95,6 +104,25 @@ class TorchBackend(Backend):
         from bottega.engines.torch import sizing
 
         sizing.check_memory(estimate, choose_device(device))
+
+    def list_parts(self, task: Task, *, seed: int) -> list[ModelPart]:
+        from bottega.engines.torch import sizing
+
+        return sizing.list_parts(task, seed=seed)
+
+    def predict_memory(self, task: Task, training: Training, batch: Batch, **options: Any) -> MemoryPrediction:
+        from bottega.engines.torch import memory_prediction
+
+        return memory_prediction.predict_memory(task, training, batch, **options)
+
+    def find_available_memory(self, device: str) -> int | None:
+        from bottega.engines.host_memory import get_available_memory
+
+        try:
+            chosen = choose_device(device)
+        except BottegaError:
+            return None
+        return torch.cuda.mem_get_info(chosen)[0] if chosen.type == "cuda" else get_available_memory()
 
     def join_ranks(self, device: str) -> int:
         from bottega.engines.torch import ranks

@@ -10,6 +10,7 @@ import torch
 
 from bottega.core.errors import UsageError
 from bottega.core.types import Batch
+from bottega.models.device import get_device_type
 
 
 def choose_precision(name: str, device: torch.device) -> torch.dtype:
@@ -17,7 +18,7 @@ def choose_precision(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
-    if dtype is torch.float16 and device.type == "cpu":
+    if dtype is torch.float16 and get_device_type(device) == "cpu":
         raise UsageError("training.mixed_precision: fp16 needs a GPU; use bf16 or fp32 on a CPU")
     if device.type == "cuda" and dtype is not torch.float32:
         torch.set_float32_matmul_precision("high")

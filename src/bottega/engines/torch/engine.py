@@ -49,14 +49,14 @@ from bottega.engines.torch.weight_average import WeightAverage
 from bottega.engines.torch.wrapping import compile_frozen_models, compile_model, require_attribute, wrap_in_ddp
 from bottega.measurements import MemoryReport, MemoryUse
 from bottega.models.build import build_models
-from bottega.models.device import choose_device
+from bottega.models.device import choose_device, get_device_type
 from bottega.models.experts.torch import count_active_parameters
 from bottega.models.folders.tensors import read_tensors
 from bottega.world import World
 
 
 class TorchEngine(Engine):
-    """Engine on torch. `rate` is the learning rate as a function of the step, not a factor of a peak."""
+    """Engine on torch. `rate` is the learning rate by step, not a factor of a peak; `models` are on the device already."""
 
     def __init__(
         self,
@@ -70,10 +70,11 @@ class TorchEngine(Engine):
         micro_batch_size: int | None = None,
         pin_memory: bool = True,
         world: World | None = None,
+        models: Mapping[str, Any] | None = None,
     ) -> None:
         self.task, self.training, self.rate, self.seed = task, training, rate, seed
         self.device: torch.device = choose_device(device)
-        self.device_type = self.device.type
+        self.device_type, self.memory_before_model = get_device_type(self.device), get_resident_memory()
         group = ranks.join_group(self.device, world or World.from_environment())
         self.rank, self.world_size = group.rank, group.size
         self.data_rank, self.data_size = group.data_rank, group.data_size
@@ -84,11 +85,10 @@ class TorchEngine(Engine):
         self.micro_batch_size, self.pin_memory = micro_batch_size, pin_memory
         self._is_auto, self.num_local_processes = training.micro_batch_size == "auto", group.local_size
         self.profiler: TorchProfiler = TorchProfiler(self.device)
-        self.memory_before_model = get_resident_memory()
 
-        models = build_models(task, seed)
-        self.model: torch.nn.Module = models["model"].to(self.device)
-        frozen = {name: m.to(self.device).eval().requires_grad_(False) for name, m in models.items() if name != "model"}
+        models = models or {name: model.to(self.device) for name, model in build_models(task, seed).items()}
+        self.model: torch.nn.Module = models["model"]
+        frozen = {name: model.eval().requires_grad_(False) for name, model in models.items() if name != "model"}
         parameters = dict(self.model.named_parameters())
         self.settings = resolve_parameter_settings(training, list(parameters), is_trainable=task.is_trainable)
         self.optimizers = optimizers.build_optimizers(
@@ -109,7 +109,7 @@ class TorchEngine(Engine):
         local_model: Any = self.model
         # Without DDP, `_finish_gradients` sums the gradients over ranks.
         self._is_unwrapped = task.needs_unwrapped_model or task.gradient_surgery
-        self._is_fused = self.device.type == "cuda" and training.compile is not False and not self._is_unwrapped
+        self._is_fused = self.device_type == "cuda" and training.compile is not False and not self._is_unwrapped
         self._is_compiled = self._is_fused or (training.compile is True and not self._is_unwrapped)
         if self._is_compiled:
             # A CUDA graph holds one forward and its backward: several micro-batches would each need a copy.
@@ -272,7 +272,7 @@ class TorchEngine(Engine):
 
     def autocast(self) -> Any:
         """Context in which the forward pass runs at the engine's precision."""
-        return contextlib.nullcontext() if self.dtype is torch.float32 else torch.autocast(self.device_type, self.dtype)
+        return contextlib.nullcontext() if self.dtype is torch.float32 else torch.autocast(self.device.type, self.dtype)
 
     def without_sync(self) -> Any:
         """Context in which DDP does not synchronise gradients."""

@@ -53,3 +53,8 @@ def _compile_draw(distribution: str, num_rows: int, count: int) -> Callable[...,
     # The limit counts code objects, so each function needs its own.
     draw.__code__ = draw.__code__.replace(co_name=f"{distribution}_{num_rows}_{count}")
     return torch.compile(draw, dynamic=False)
+
+
+def forget_compiled_draws() -> None:
+    """Compile each draw again at its next use; for a block in which torch.compile is replaced."""
+    _compile_draw.cache_clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from bottega.config.optimizers import FALLBACK_OPTIMIZER, OPTIMIZER_SPECS
 from bottega.config.training import Optimizer, Training
 from bottega.core.errors import OutOfMemory
 from bottega.core.task import Task
-from bottega.engines.backend import MemoryEstimate
+from bottega.engines.backend import MemoryEstimate, ModelPart
 from bottega.engines.host_memory import get_available_memory
 from bottega.engines.torch.optimizers import is_hidden_matrix
 from bottega.models.build import build_meta_models
@@ -41,6 +42,48 @@ def estimate_memory(task: Task, training: Training, *, seed: int, is_frozen: boo
     return MemoryEstimate(
         num_parameters, weights, gradients, optimizer_state, gradients if training.ema is not None else 0
     )
+
+
+def list_parts(task: Task, *, seed: int) -> list[ModelPart]:
+    """Return each model of a task and the parts that a person would name; nothing if only the model's files are known."""
+    parts: list[ModelPart] = []
+    for name, model in (build_meta_models(task, seed) or {}).items():
+        counts = {path: parameter.numel() for path, parameter in model.named_parameters()}
+        trainable = {path: counts[path] for path in counts if name == "model" and task.is_trainable(path)}
+        parts.append(ModelPart(name, None, sum(counts.values()), sum(trainable.values())))
+        depth = _choose_depth(counts)
+        trainable_sizes = _sum_by_part(trainable, depth)
+        parts += [
+            ModelPart(name, part, size, trainable_sizes.get(part, 0))
+            for part, size in _sum_by_part(counts, depth).items()
+        ]
+    return parts
+
+
+MAX_PARTS, MAX_DEPTH = 12, 4
+MAX_SHARE = 0.95
+"""A part with a larger share of the parameters tells nothing, so it is shown by its own parts."""
+
+
+def _choose_depth(counts: dict[str, int]) -> int:
+    """Return how many components of a parameter's name tell its part: more than one if nearly all share the first."""
+    for depth in range(1, MAX_DEPTH):
+        sizes = _sum_by_part(counts, depth)
+        is_last = _sum_by_part(counts, depth + 1) == sizes or len(_sum_by_part(counts, depth + 1)) > MAX_PARTS
+        if is_last or max(sizes.values()) <= MAX_SHARE * sum(sizes.values()):
+            return depth
+    return MAX_DEPTH
+
+
+def _sum_by_part(counts: dict[str, int], depth: int) -> dict[str, int]:
+    """Return the sum of the counts by the first `depth` components of each name, up to the number of a block."""
+    sizes: dict[str, int] = {}
+    for path, size in counts.items():
+        module = path.split(".")[:-1] or [path]
+        components = itertools.takewhile(lambda component: not component.isdecimal(), module)
+        part = ".".join(itertools.islice(components, depth)) or module[0]
+        sizes[part] = sizes.get(part, 0) + size
+    return sizes
 
 
 def check_memory(estimate: MemoryEstimate, device: torch.device) -> None:

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bottega.models.device import get_device_type, is_simulated
+
 Stacks = tuple[Tensor | None, Tensor, Tensor]
 """gate_proj, up_proj and down_proj in the computation dtype."""
 
@@ -57,7 +59,7 @@ class StackedExperts(nn.Module):
 def can_use_grouped_mm(x: Tensor, weight: Tensor) -> bool:
     """Return whether one kernel can compute all experts: bfloat16 on CUDA, with rows of a multiple of 16 bytes."""
     is_aligned = all(size * torch.bfloat16.itemsize % 16 == 0 for size in weight.shape[1:])
-    return x.device.type == "cuda" and _get_compute_dtype(x) is torch.bfloat16 and is_aligned
+    return get_device_type(x.device) == "cuda" and _get_compute_dtype(x) is torch.bfloat16 and is_aligned
 
 
 def _get_compute_dtype(x: Tensor) -> torch.dtype:
@@ -115,7 +117,7 @@ def run_grouped(x: Tensor, weight: Tensor, stacks: Stacks, ends: Tensor) -> Tens
 
 def run_loop(x: Tensor, weight: Tensor, stacks: Stacks, ends: Tensor) -> Tensor:
     """Apply one expert after the other to its rows; equal to `run_grouped`."""
-    bounds = [0, *ends.tolist()]
+    bounds = [0, *_fetch_ends(ends, len(x))]
     sizes = [end - start for start, end in itertools.pairwise(bounds)]
     # unbind, since the gradient of each `stack[e]` would be as large as the stack.
     by_expert = [[None] * len(sizes) if stack is None else stack.unbind(0) for stack in stacks]
@@ -127,6 +129,13 @@ def run_loop(x: Tensor, weight: Tensor, stacks: Stacks, ends: Tensor) -> Tensor:
             gate = None if gate_proj is None else F.linear(rows, gate_proj)
             outputs.append(F.linear(gated_activation(gate, F.linear(rows, up_proj), row_weights), down_proj))
     return torch.cat(outputs)
+
+
+def _fetch_ends(ends: Tensor, num_rows: int) -> list[int]:
+    """Return `ends` on the host; in a simulated step, where it has no values, as many rows for each expert."""
+    if is_simulated():
+        return [num_rows * (number + 1) // len(ends) for number in range(len(ends))]
+    return [int(end) for end in ends.tolist()]
 
 
 class _GatherSorted(torch.autograd.Function):

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import final
+from typing import Any, final
 
 from bottega.core.errors import UsageError
 from bottega.data.order.online import build_online_stream
@@ -40,6 +40,15 @@ class MultitaskData(TaskData):
     def notes(self) -> list[str]:
         notes = [f"{name}: {note}" for name, part in self.parts.items() for note in part.data.notes]
         return [*notes, self._describe_sharing()]
+
+    def compare_splits(self) -> dict[str, Any]:
+        """Return the comparison of the part that shares most of its validation data, then of the one with most duplicates."""
+        comparisons = [
+            {**comparison, "key": f"data.parts.{name}.settings.{comparison['key']}"}
+            for name, part in self.parts.items()
+            if (comparison := part.data.compare_splits())
+        ]
+        return max(comparisons, key=_measure_copies, default={})
 
     def training(self) -> Source:
         sources = {name: part.data.training() for name, part in self.parts.items()}
@@ -94,6 +103,10 @@ class MultitaskData(TaskData):
             choices = " or ".join(f"{name}=PATH" for name in self.parts)
             raise UsageError(f"--data {text} does not name a part of the recipe; write {choices}")
         return name, path
+
+
+def _measure_copies(comparison: Mapping[str, Any]) -> tuple[float, float]:
+    return comparison.get("validation", {"share": 0.0})["share"], comparison["train"]["share"]
 
 
 def _zip_existing(sources: Mapping[str, Source | None]) -> Source | None:

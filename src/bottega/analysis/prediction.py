@@ -1,0 +1,180 @@
+"""What a run will need, predicted before it starts: parameters, memory, steps and disk. No model is allocated."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from bottega.config.load import get_global_batch_size
+from bottega.config.recipe import Recipe
+from bottega.config.training import Training
+from bottega.core.types import Batch
+from bottega.data.sources.source import Source
+from bottega.engines.backend import Backend, ModelPart, open_backend
+from bottega.measurements import MemoryPrediction, PredictionUnavailable
+from bottega.reporting.tables import format_bytes
+from bottega.run.checks import find_checkpoint_folder
+from bottega.run.compose import build_plain_loader, count_total_steps, resolve_micro_batch_size
+from bottega.techniques.training_plan import TrainingPlan
+from bottega.world import World
+
+MIN_SHOWN = 1 << 20
+"""Bytes of the smallest category in the table."""
+ALWAYS_SHOWN = ("weights", "gradients", "optimizer", "activations")
+
+
+@dataclass(frozen=True)
+class RunPrediction:
+    """Predicted size of a run. The fields are keys of `prediction` in `bottega plan --json`."""
+
+    device: str
+    """The type of device: cpu, cuda or mps."""
+    precision: str
+    is_compiled: bool
+    batch_size: int
+    """Samples of a step on one process."""
+    micro_batch_size: int
+    """Samples of one forward pass."""
+    steps: int
+    samples: int
+    epochs: float
+    checkpoint_bytes: int
+    num_checkpoints: int
+    """Checkpoints on the disk at once: those that are kept, the best if there is validation data, and one that replaces another."""
+    disk_free: int
+    parts: list[ModelPart]
+    memory: MemoryPrediction | None
+    available_memory: int | None
+    """Memory that is free on the device; None if it is not here."""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Disk space of all checkpoints."""
+        return self.checkpoint_bytes * self.num_checkpoints
+
+    def to_plain_dict(self) -> dict[str, Any]:
+        """Return the fields as plain values."""
+        memory = None if self.memory is None else self.memory._asdict()
+        parts = [part._asdict() for part in self.parts]
+        return {**self.__dict__, "parts": parts, "memory": memory, "disk_bytes": self.disk_bytes}
+
+
+class MemoryPredictor:
+    """Predicts the memory of a recipe's training step for other settings: micro-batch, precision, checkpointing."""
+
+    def __init__(self, recipe: Recipe, plan: TrainingPlan, *, device_type: str) -> None:
+        self.recipe, self.plan, self.device_type = recipe, plan, device_type
+        self.backend: Backend = open_backend(recipe.engine)
+        self.batch_size = get_global_batch_size(recipe, 1) // World.from_environment().data_size
+        self._batch: Batch | None = None
+
+    @property
+    def batch(self) -> Batch:
+        """The longest samples of the training data, because these decide what fits."""
+        if self._batch is None:
+            self._batch = build_longest_batch(self.plan.training, self.batch_size)
+        return self._batch
+
+    def predict(self, training: Training, *, micro_batch_size: int | None) -> MemoryPrediction:
+        """Return the memory at its peak; None as `micro_batch_size` is the whole batch."""
+        return self.backend.predict_memory(
+            self.plan.task,
+            training,
+            self.batch,
+            seed=self.recipe.seed,
+            device_type=self.device_type,
+            micro_batch_size=micro_batch_size,
+        )
+
+    def resolve_precision(self, training: Training) -> str:
+        """Return fp32, bf16 or fp16: `auto` is bf16 on a GPU."""
+        if training.mixed_precision != "auto":
+            return training.mixed_precision
+        return "bf16" if self.device_type == "cuda" else "fp32"
+
+
+def build_longest_batch(source: Source, size: int) -> Batch:
+    """Return a batch of the `size` longest samples, because these decide what fits; the first ones if all have the same length."""
+    by_length = source.length_order(len(source))
+    order = np.arange(len(source)) if by_length is None else np.asarray(by_length)[::-1]
+    index = order[np.arange(size) % len(order)]
+    return source.rows(index, epoch=np.zeros(size, dtype=np.int64))
+
+
+def predict_run(predictor: MemoryPredictor) -> RunPrediction:
+    """Predict a run as its recipe says; what cannot be predicted is missing, with a note."""
+    recipe, plan, backend = predictor.recipe, predictor.plan, predictor.backend
+    training, notes = recipe.training, []
+    memory: MemoryPrediction | None = None
+    micro_batch_size = resolve_micro_batch_size(recipe)
+    try:
+        memory = predictor.predict(training, micro_batch_size=micro_batch_size)
+    except PredictionUnavailable as reason:
+        notes.append(f"the memory of activations is not predicted: {reason}; bottega plan --probe measures it")
+    available = backend.find_available_memory(recipe.device)
+    if memory is not None and available is not None and memory.peak > available:
+        notes.append(
+            f"training is predicted to need {format_bytes(memory.peak)}, but {format_bytes(available)} are free; "
+            f"bottega plan --fit {max(1, available >> 30)}GiB device={predictor.device_type} says what fits"
+        )
+    if training.micro_batch_size == "auto":
+        notes.append("training.micro_batch_size: auto lowers the micro-batch if this does not fit")
+    loader = build_plain_loader(recipe, plan.training, data_size=World.from_environment().data_size, order=plan.order)
+    steps = count_total_steps(recipe, loader)
+    estimate = backend.estimate_memory(plan.task, training, seed=recipe.seed)
+    return RunPrediction(
+        device=predictor.device_type,
+        precision=predictor.resolve_precision(training),
+        is_compiled=training.compile is True or (predictor.device_type == "cuda" and training.compile is not False),
+        batch_size=predictor.batch_size,
+        micro_batch_size=min(micro_batch_size or predictor.batch_size, predictor.batch_size),
+        steps=steps,
+        samples=steps * loader.batch_size,
+        epochs=steps / max(loader.steps_per_epoch, 1e-9),
+        checkpoint_bytes=estimate.checkpoint,
+        num_checkpoints=recipe.checkpoint.keep + (1 if plan.validation is None else 2),
+        disk_free=shutil.disk_usage(find_checkpoint_folder(recipe)).free,
+        parts=backend.list_parts(plan.task, seed=recipe.seed),
+        memory=memory,
+        available_memory=available,
+        notes=notes,
+    )
+
+
+def format_prediction(prediction: RunPrediction) -> str:
+    """Format a prediction for the terminal."""
+    lines = [*_format_parts(prediction.parts), "", *_format_memory(prediction), ""]
+    checkpoints = f"{prediction.num_checkpoints} of {format_bytes(prediction.checkpoint_bytes)}"
+    lines += [
+        f"{'steps':<14}{prediction.steps:,} of {prediction.batch_size:,} samples: {prediction.samples:,} samples, "
+        f"{prediction.epochs:.3g} epochs",
+        f"{'checkpoints':<14}{checkpoints}, {format_bytes(prediction.disk_bytes)} in all; "
+        f"{format_bytes(prediction.disk_free)} of disk are free",
+    ]
+    return "\n".join([*lines, *(f"note: {note}" for note in prediction.notes)])
+
+
+def _format_parts(parts: list[ModelPart]) -> list[str]:
+    """Return a table of the parameters of each model and of its parts."""
+    lines = [f"{'parameters':<32}{'all':>18}{'trainable':>18}"] if parts else []
+    for part in parts:
+        name = part.model if part.part is None else f"  {part.part}"
+        lines.append(f"{name:<32}{part.parameters:>18,}{part.trainable:>18,}")
+    return lines
+
+
+def _format_memory(prediction: RunPrediction) -> list[str]:
+    memory = prediction.memory
+    if memory is None:
+        return ["memory        not predicted"]
+    compiled = ", compiled" if prediction.is_compiled else ""
+    size, batch_size = prediction.micro_batch_size, prediction.batch_size
+    batch = f"batches of {batch_size}" if size == batch_size else f"micro-batches of {size}"
+    lines = [f"memory at its peak on {prediction.device}, {prediction.precision}{compiled}, {batch}"]
+    shown = {name: size for name, size in memory.categories.items() if size >= MIN_SHOWN or name in ALWAYS_SHOWN}
+    lines += [f"  {name:<20}{format_bytes(size):>14}" for name, size in shown.items()]
+    return [*lines, f"  {'in all':<20}{format_bytes(memory.peak):>14}"]

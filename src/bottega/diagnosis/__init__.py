@@ -1,0 +1,1 @@
+"""Diagnosis of a run: rules over what it has recorded, each with its evidence and one override to try."""

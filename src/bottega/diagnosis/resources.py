@@ -1,0 +1,142 @@
+"""Rules about the machine: waiting for data, an idle GPU, little memory left."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from bottega.diagnosis.finding import Finding, NotRecorded
+from bottega.diagnosis.series import get_metric
+from bottega.run_files.record import RunRecord
+
+SLOW_DATA_SHARE = 0.2
+"""Median share of the time spent waiting for data from which the loader limits the run. Healthy runs wait for up to 0.08."""
+MIN_GPU_PERCENT = 30.0
+"""Median use of the GPU, as the driver reports it, below which it mostly waits for the host. The driver counts the time in which
+any kernel runs, however small, so the share of the GPU's compute that is used is far lower."""
+MAX_MEMORY_SHARE = 0.92
+"""Peak of the memory, as a share of all, from which a longer sample or a neighbour's process ends the run."""
+MIN_ACTIVATION_SHARE = 0.25
+"""Share of the peak that activations have to have for a smaller micro-batch to help."""
+MIN_BATCH_FACTOR, MAX_BATCH_FACTOR = 4, 16
+"""Limits of the factor on the batch size that is advised for an idle GPU.
+
+The use grows slowly with the batch: an H200 that trains a language model of a million parameters is in use for 11 % of the time
+with a batch of 4, 12 % with 32, 32 % with 256, 38 % with 512."""
+OUT_OF_MEMORY = "out of memory"
+
+
+def find_slow_data(record: RunRecord) -> Finding | None:
+    """The loader does not keep up: a step waits for its batch."""
+    steps, share = _measure_wait(record)
+    if share < SLOW_DATA_SHARE:
+        return None
+    return Finding(
+        "slow-data",
+        f"{100 * share:.0f} % of the time was spent waiting for data",
+        steps,
+        _suggest_faster_loading(record, share),
+    )
+
+
+def _measure_wait(record: RunRecord) -> tuple[tuple[int, int], float]:
+    """Return the steps and the median share of their time that was spent waiting for data."""
+    steps, waits = get_metric(record, "train", "data_wait", minimum=3)
+    # Before the first log, worker processes start.
+    return (int(steps[1]), int(steps[-1])), float(np.median(waits[1:]))
+
+
+def _suggest_faster_loading(record: RunRecord, share: float) -> str:
+    if record.get("data.store") == "encoded":
+        return "data.store=decoded"  # each image is then decoded once, not in each epoch
+    workers, cores = int(record.get("data.workers") or 0), int(record.environment.get("cores") or 2)
+    if workers:
+        return f"data.workers={max(workers + 1, min(2 * workers, cores))}"
+    # A batch takes share / (1 - share) of the time of its step, so this many processes build one in that time; one to spare.
+    return f"data.workers={max(1, min(math.ceil(round(share / max(0.01, 1 - share), 6)) + 1, cores))}"
+
+
+def find_idle_gpu(record: RunRecord) -> Finding | None:
+    """The GPU waits for the host although the data is there in time: its work comes in pieces that are too small."""
+    if not _is_gpu(record):
+        return None
+    if record.log.get("train", "gpu_percent") is None:
+        raise NotRecorded("the GPU's use was not logged; install the extra gpu (nvidia-ml-py)")
+    steps, percents = get_metric(record, "train", "gpu_percent", minimum=3)
+    _, wait = _measure_wait(record)
+    percent = float(np.median(percents[1:]))  # before the first log, the model is compiled
+    if percent >= MIN_GPU_PERCENT or wait >= SLOW_DATA_SHARE:
+        return None
+    return Finding(
+        "idle-gpu",
+        f"the GPU was in use for {percent:.0f} % of the time, and {100 * wait:.0f} % was spent waiting for data",
+        (int(steps[1]), int(steps[-1])),
+        _suggest_larger_pieces(record, percent),
+    )
+
+
+def _is_gpu(record: RunRecord) -> bool:
+    return str(record.environment.get("device", "")).startswith("cuda")
+
+
+def _suggest_larger_pieces(record: RunRecord, percent: float) -> str:
+    """Return the override that gives the GPU more work at once, at first one that leaves the result as it is."""
+    batch_size = int(record.get("training.batch_size") or 1)
+    micro_batch_size = record.get("training.micro_batch_size")
+    accumulation = record.get("training.gradient_accumulation_steps")
+    if isinstance(micro_batch_size, int) and micro_batch_size < batch_size:
+        return "training.micro_batch_size=auto"
+    if accumulation is not None and accumulation > 1:
+        return f"training.batch_size={batch_size * accumulation} training.gradient_accumulation_steps=1"
+    if record.get("training.compile") is False:
+        return "training.compile=true"
+    factor = max(MIN_BATCH_FACTOR, min(MAX_BATCH_FACTOR, 2 ** math.ceil(1 + math.log2(80 / max(1.0, percent)))))
+    peak, total = record.memory.get("peak"), record.memory.get("total")
+    if isinstance(peak, int) and isinstance(total, int):  # the peak grows no faster than the batch
+        factor = max(2, min(factor, int(MAX_MEMORY_SHARE * total / max(1, peak))))
+    num_samples = record.data.get("splits", {}).get("train") or factor * batch_size  # a batch must not exceed the data
+    return f"training.batch_size={min(factor * batch_size, num_samples)}"
+
+
+def find_memory_pressure(record: RunRecord) -> Finding | None:
+    """Nearly all memory of the device was used at the peak, or it was too little."""
+    peak, total = record.memory.get("peak"), record.memory.get("total")
+    has_failed = OUT_OF_MEMORY in str(record.state.get("reason"))
+    if not isinstance(peak, int) or not isinstance(total, int) or total <= 0:
+        if not has_failed:
+            raise NotRecorded("memory.json is written when training ends")
+        peak = total = 0
+    if not has_failed and peak < MAX_MEMORY_SHARE * total:
+        return None
+    evidence = (
+        f"the peak was {peak / 2**30:.1f} GiB of {total / 2**30:.1f} GiB of {record.memory.get('device')}"
+        if total
+        else ""
+    )
+    step = int(record.state["step"])
+    return Finding(
+        "memory-pressure",
+        " and ".join(filter(None, ["training ended because it was out of memory" if has_failed else "", evidence])),
+        (0, step) if step else None,
+        _suggest_less_memory(record, peak),
+    )
+
+
+def _suggest_less_memory(record: RunRecord, peak: int) -> str:
+    categories = record.memory.get("categories") or {}
+    activations = categories.get("activations and workspace", peak)
+    if activations < MIN_ACTIVATION_SHARE * peak and record.get("training.optimizer.name") != "adafactor":
+        return "training.optimizer.name=adafactor"  # weights and optimizer state take most of it
+    world = max(1, int(record.environment.get("world") or 1))
+    micro_batch_size = record.get("training.micro_batch_size")
+    if micro_batch_size is None:
+        micro_batch_size = math.ceil(int(record.get("training.batch_size") or 1) / world)
+    if isinstance(micro_batch_size, int) and micro_batch_size > 1:
+        return f"training.micro_batch_size={math.ceil(micro_batch_size / 2)}"
+    if not record.get("training.gradient_checkpointing"):
+        return "training.gradient_checkpointing=true"
+    return "training.micro_batch_size=1"
+
+
+RULES = {"slow-data": find_slow_data, "idle-gpu": find_idle_gpu, "memory-pressure": find_memory_pressure}

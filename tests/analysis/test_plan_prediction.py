@@ -1,0 +1,239 @@
+"""`bottega plan`: predictions, --fit and --probe, and what they answer to bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import bottega
+import small_run
+from bottega import cli
+from bottega.analysis import fit as fit_module
+from bottega.analysis.fit import FRAGMENTATION, fit_memory, parse_memory
+from bottega.analysis.probe import parse_price
+from bottega.config.training import Training
+from bottega.core.errors import OutOfMemory, UsageError
+from bottega.engines.torch.engine import TorchEngine
+from bottega.measurements import MemoryPrediction, PredictionUnavailable
+from bottega.models.device import is_simulated
+from small_run import settings, train, write_text
+
+MIB = 1 << 20
+
+
+def plan_words(folder: Path, *more: str, **changes: Any) -> list[str]:
+    arguments = small_run.train_arguments(folder, write_text(folder / "text.txt"), **changes)
+    return ["plan", *arguments[1:], *more]
+
+
+def run_plan(
+    capsys: pytest.CaptureFixture[str], folder: Path, *more: str, **changes: Any
+) -> tuple[int, dict[str, Any]]:
+    code = cli.main([*plan_words(folder, *more, **changes), "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_prediction_matches_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changes = {"model.hidden_size": 64, "model.intermediate_size": 256}
+    code, report = run_plan(capsys, tmp_path, **changes)
+    prediction = report["prediction"]
+    assert code == 0
+    run = train(tmp_path, tmp_path / "text.txt", **changes)
+    environment = json.loads((run.path / "environment.json").read_text())
+    assert prediction["parts"][0]["parameters"] == environment["parameters"]
+    assert prediction["steps"] == run.step == 8
+    assert prediction["samples"] == 8 * 4
+    saved = sum(file.stat().st_size for file in (run.path / "checkpoints" / "step-00000008").iterdir())
+    assert prediction["checkpoint_bytes"] == pytest.approx(saved, rel=0.05), "manifest and headers beside the tensors"
+    assert prediction["disk_bytes"] == prediction["checkpoint_bytes"] * prediction["num_checkpoints"]
+    assert prediction["memory"]["peak"] == sum(prediction["memory"]["categories"].values())
+
+
+def test_text_has_parameters_memory_steps_and_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(plan_words(tmp_path)) == 0
+    captured = capsys.readouterr()
+    for text in ("parameters", "weights", "gradients", "optimizer", "activations", "in all", "steps", "checkpoints"):
+        assert f"{text} " in captured.err
+    assert captured.out.startswith("task: language"), "the recipe alone is on standard output"
+
+
+def test_check_predicts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, report = run_plan(capsys, tmp_path, "--check")
+    assert code == 0
+    assert "prediction" not in report
+
+
+def test_device_that_is_not_here_is_a_problem_beside_the_prediction(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    code, report = run_plan(capsys, tmp_path, device="cuda")
+    assert code == report["exit_code"] == 5
+    assert not report["valid"]
+    assert "cuda is not available" in report["problems"][0]
+    prediction = report["prediction"]
+    assert prediction["device"] == "cuda"
+    assert prediction["is_compiled"]
+    assert prediction["precision"] == "bf16"
+    code, report = run_plan(capsys, tmp_path, "--fit", "24GB", device="cuda")
+    assert code == 0, "with --fit the run is planned for another machine"
+    assert report["fit"]["overrides"] == []
+
+
+def test_all_problems_of_a_recipe_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "plan",
+        "language",
+        f"output_dir={tmp_path}",
+        "data.train.path=nowhere.txt",
+        "label_smoothing=0.1",
+        "typo=1",
+    ]
+    assert cli.main(words) == 2
+    lines = capsys.readouterr().err
+    assert all(text in lines for text in ("nowhere.txt", "label_smoothing", "typo"))
+
+
+class LinearPredictor:
+    """Stands for a MemoryPredictor: each sample of a micro-batch adds the same bytes; checkpointing and bf16 halve them."""
+
+    device_type = "cpu"
+
+    def __init__(self, batch_size: int, constant: int, per_sample: int) -> None:
+        self.batch_size, self.constant, self.per_sample = batch_size, constant, per_sample
+        self.recipe = SimpleNamespace(training=Training(max_steps=1, batch_size=batch_size))
+
+    def predict(self, training: Training, *, micro_batch_size: int | None) -> MemoryPrediction:
+        size = micro_batch_size or self.batch_size
+        divisor = 2 if training.gradient_checkpointing else 1
+        peak = self.constant + size * self.per_sample // divisor
+        return MemoryPrediction(peak, {})
+
+    def resolve_precision(self, training: Training) -> str:
+        return "fp32"
+
+
+@given(
+    batch_size=st.integers(1, 512),
+    constant=st.integers(0, 10**6),
+    per_sample=st.integers(1, 10**6),
+    memory=st.integers(1, 10**9),
+)
+def test_fit_is_the_largest_power_of_two_that_fits(
+    batch_size: int, constant: int, per_sample: int, memory: int
+) -> None:
+    predictor: Any = LinearPredictor(batch_size, constant, per_sample)
+    usable = memory / FRAGMENTATION
+    sizes = [batch_size, *(1 << power for power in range(10) if 1 << power < batch_size)]
+
+    def largest(divisor: int) -> int | None:
+        return max((size for size in sizes if constant + size * per_sample // divisor <= usable), default=None)
+
+    if largest(2) is None:
+        with pytest.raises(OutOfMemory, match="nothing fits"):
+            fit_memory(predictor, memory)
+        return
+    report = fit_memory(predictor, memory)
+    assert [row["micro_batch_size"] for row in report["rows"]] == [largest(1), largest(2)]
+    assert report["best"] == next(row for row in report["rows"] if row["micro_batch_size"] is not None)
+    is_whole = report["best"]["micro_batch_size"] == batch_size
+    assert any("micro_batch_size" in word for word in report["overrides"]) != is_whole
+
+
+def test_overrides_of_fit_are_accepted_and_lower_the_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(fit_module.RESERVE, "cuda", 0)
+    monkeypatch.setattr("bottega.engines.torch.memory_prediction.KERNEL_WORKSPACE", {})
+    changes = {"training.batch_size": 64, "model.num_layers": 4}
+    _, report = run_plan(capsys, tmp_path, "--fit", "1TB", **changes)
+    peak = report["fit"]["best"]["peak"]
+    keys = settings(tmp_path, tmp_path / "text.txt", **changes)
+    report = bottega.plan("language/shakespeare", keys, fit=f"{0.9 * peak / 1000:.0f}KB")
+    overrides = report["fit"]["overrides"]
+    assert overrides
+    assert report["fit"]["best"]["peak"] < peak
+    assert run_plan(capsys, tmp_path, "--check", *overrides, **changes)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("24GB", 24 * 10**9), ("80GiB", 80 << 30), ("24", 24 * 10**9), ("1.5 tb", 1.5e12), ("512MiB", 512 * MIB)],
+)
+def test_sizes_of_memory(text: str, size: float) -> None:
+    assert parse_memory(text) == size
+
+
+@pytest.mark.parametrize(("text", "price"), [("2.5/h", 2.5 / 3600), ("2.5", 2.5 / 3600), ("$60 / day", 60 / 86400)])
+def test_prices(text: str, price: float) -> None:
+    assert parse_price(text) == pytest.approx(price)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--fit", "much"], "--fit much: expected a size of memory, such as 24GB or 80GiB"),
+        (["--fit", "24B"], "--fit 24B: expected a size of memory"),
+        (["--fit", "0GB"], "--fit 0GB: expected a size"),
+        (["--probe", "--price", "cheap"], "--price cheap: expected a price per hour, such as 2.5/h"),
+        (["--price", "2.5/h"], "--price needs --probe"),
+        (["--check", "--fit", "24GB"], "--check and --fit cannot be combined"),
+        (["--memory", "--probe"], "--memory and --probe cannot be combined"),
+    ],
+)
+def test_bad_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str) -> None:
+    assert cli.main(plan_words(tmp_path, *flags)) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_memory_that_fits_nothing_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(plan_words(tmp_path, "--fit", "1MB")) == 7
+    last_line = capsys.readouterr().err.splitlines()[-1]
+    assert "nothing fits in 976.6 KiB" in last_line
+
+
+def test_probe_measures_time_cost_and_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, report = run_plan(capsys, tmp_path, "--probe", "--price", "3600/h")
+    probe = report["probe"]
+    assert code == 0
+    assert probe["step_seconds"] > 0
+    assert probe["cost"] == pytest.approx(probe["run_seconds"]), "a price of one per second"
+    assert not any((tmp_path).glob("*/checkpoints")), "nothing is saved"
+
+
+def test_probe_that_runs_out_of_memory_ends_with_one_line_after_the_prediction(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backward = TorchEngine.backward
+
+    def run_out_of_memory(*arguments: Any) -> Any:
+        if is_simulated():
+            return backward(*arguments)
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
+
+    monkeypatch.setattr(TorchEngine, "backward", run_out_of_memory)
+    assert cli.main(plan_words(tmp_path, "--probe")) == 7
+    lines = capsys.readouterr().err.splitlines()
+    assert any("in all" in line for line in lines)
+    assert lines[-1].startswith("bottega: out of memory")
+
+
+def test_memory_that_cannot_be_predicted_is_a_note(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise PredictionUnavailable("a step cannot be simulated: no reason")
+
+    monkeypatch.setattr("bottega.engines.torch.memory_prediction.predict_memory", fail)
+    code, report = run_plan(capsys, tmp_path)
+    assert code == 0
+    assert report["prediction"]["memory"] is None
+    assert "no reason; bottega plan --probe measures it" in report["prediction"]["notes"][0]
+    with pytest.raises(UsageError, match="cannot be predicted"):
+        bottega.plan("language/shakespeare", settings(tmp_path, tmp_path / "text.txt"), fit="24GB")
