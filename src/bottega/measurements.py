@@ -1,4 +1,4 @@
-"""Plain values that an engine measures: the memory of training by what it holds, and the operations that take most time."""
+"""Plain values that an engine measures: the memory of training by what it holds, and the operations that take most time; bytes as text."""
 
 from __future__ import annotations
 
@@ -57,6 +57,15 @@ class MemoryUse(NamedTuple):
 
 CACHED = "cached by the allocator"
 """The category of memory that the GPU allocator holds for later tensors, beyond the peak."""
+
+
+def format_bytes(size: float) -> str:
+    """Return a number of bytes with a binary unit, such as "812 B", "5.5 MiB", "512 MiB" or "23.5 GiB"."""
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.2f} GiB" if size < 10 else f"{size:.1f} GiB"
 
 
 def format_categories(memory: MemoryUse) -> str:

@@ -108,7 +108,7 @@ def test_a_gpu_that_does_not_answer_stops_training_only_if_it_is_selected() -> N
 
 def test_a_gpu_in_use_by_others_is_noted() -> None:
     (note,) = check_devices(build_probe({**GPU, "free": 1 << 30}, driver=DRIVER), "cuda:0").notes
-    assert note.startswith("only 1.0 GiB of 140.0 GiB are free on cuda:0")
+    assert note.startswith("only 1.00 GiB of 140.0 GiB are free on cuda:0")
 
 
 def test_a_gpu_that_hangs_loses_nothing_before_it() -> None:
@@ -121,6 +121,12 @@ def test_a_gpu_that_hangs_loses_nothing_before_it() -> None:
     assert problem.stops_training
     with pytest.raises(EnvironmentProblem, match="checking device cuda:0 failed: no answer"):
         select_device("cuda", probe)
+
+
+def test_a_gpu_that_hangs_does_not_stop_training_on_one_whose_name_it_begins_with() -> None:
+    start = {"event": "start", "step": "matrix products on cuda:10 in fp32"}
+    (problem,) = check_products(build_probe(start, driver=DRIVER, has_cuda=True, error="no answer"), "cuda:1").problems
+    assert not problem.stops_training
 
 
 def test_products_are_reported_by_device_and_precision() -> None:

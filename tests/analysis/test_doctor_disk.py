@@ -98,10 +98,10 @@ def test_a_full_file_system_stops_training(tmp_path: Path) -> None:
     ("free", "inodes", "messages", "stops"),
     [
         (8 << 30, 1000, [], []),
-        (1 << 30, 1000, ["only 1.0 GiB are free"], [False]),
-        (1 << 20, 1000, ["only 1 MiB are free"], [True]),
+        (1 << 30, 1000, ["only 1.00 GiB are free"], [False]),
+        (1 << 20, 1000, ["only 1.0 MiB are free"], [True]),
         (8 << 30, 3, ["can hold only 3 more files"], [True]),
-        (1 << 30, 3, ["only 1.0 GiB are free", "can hold only 3 more files"], [False, True]),
+        (1 << 30, 3, ["only 1.00 GiB are free", "can hold only 3 more files"], [False, True]),
     ],
 )
 def test_little_space_and_few_inodes(
@@ -163,10 +163,10 @@ def test_memory_and_limits_of_this_process() -> None:
     ("changes", "num_gpus", "messages", "stops"),
     [
         ({}, 8, [], []),
-        ({"available": 1 << 30}, 0, ["only 1.0 GiB of memory are available"], [False]),
+        ({"available": 1 << 30}, 0, ["only 1.00 GiB of memory are available"], [False]),
         ({"available": 100 << 20}, 0, ["only 100 MiB of memory are available"], [True]),
         ({"shared": 64 << 20}, 0, [], []),
-        ({"shared": 64 << 20}, 2, ["/dev/shm has only 64 MiB, and NCCL needs it"], [False]),
+        ({"shared": 64 << 20}, 2, ["/dev/shm has only 64.0 MiB, and NCCL needs it"], [False]),
         ({"can_share": False}, 0, ["the system refuses shared memory"], [False]),
         ({"shared": None, "can_share": None}, 2, [], []),
     ],
@@ -182,13 +182,13 @@ def test_small_shared_memory_is_noted_with_who_uses_it(monkeypatch: pytest.Monke
     monkeypatch.setattr(limits, "read_memory", lambda: {**MEMORY, "shared": 64 << 20})
     result = check_limits(0)
     assert result.problems == ()
-    assert "/dev/shm has only 64 MiB: loader workers of Bottega do not use it" in result.notes[0]
+    assert "/dev/shm has only 64.0 MiB: loader workers of Bottega do not use it" in result.notes[0]
 
 
 def test_a_container_limit_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "read_memory", lambda: {**MEMORY, "total": 4 << 30, "available": 3 << 30})
     line = dict(check_limits(0).lines)["memory"]
-    assert line == "4.0 GiB, 3.0 GiB available (container limit; the machine has 32.0 GiB), no swap"
+    assert line == "4.00 GiB, 3.00 GiB available (container limit; the machine has 32.0 GiB), no swap"
 
 
 @pytest.mark.parametrize(
@@ -213,8 +213,8 @@ def test_limits_of_files_and_address_space_are_noted(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(limits, "read_limits", lambda: {"file_size": 1 << 30, "address_space": 8 << 30})
     monkeypatch.setattr(limits, "read_memory", lambda: MEMORY)
     assert [note.partition(" (ulimit")[0] for note in check_limits(0).notes] == [
-        "files are limited to 1.0 GiB",
-        "the address space is limited to 8.0 GiB",
+        "files are limited to 1.00 GiB",
+        "the address space is limited to 8.00 GiB",
     ]
 
 

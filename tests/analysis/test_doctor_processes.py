@@ -135,6 +135,12 @@ def test_output_of_libraries_is_no_event_and_is_quoted_if_the_process_fails() ->
     assert result == ProbeResult(({"event": "start", "step": "a step"},), "exit code 7: the reason")
 
 
+@pytest.mark.parametrize("line", ["@bottega-doctor {", "@bottega-doctor [1]", "@bottega-doctor {}"])
+def test_an_interrupted_event_is_output_of_a_library(line: str) -> None:
+    (result,) = run_probes([python(READY + f"print({line!r}); raise SystemExit(7)")], seconds=60)
+    assert result == ProbeResult(({"event": "start", "step": "a step"},), f"exit code 7: {line}")
+
+
 def test_files_of_the_current_folder_are_not_imported(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "torch.py").write_text("raise SystemExit('not torch')")
     monkeypatch.chdir(tmp_path)

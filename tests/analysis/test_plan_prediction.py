@@ -195,7 +195,7 @@ def test_bad_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: li
 def test_memory_that_fits_nothing_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(plan_words(tmp_path, "--fit", "1MB")) == 7
     last_line = capsys.readouterr().err.splitlines()[-1]
-    assert "nothing fits in 976.6 KiB" in last_line
+    assert "nothing fits in 977 KiB" in last_line
 
 
 def test_probe_measures_time_cost_and_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bottega.core import checkpoint
 from bottega.diagnosis import curves, gradients, rates
 from recorded_run import FALLING, NUM_LOGS, apply_all, find, module, write_recorded_run
 
@@ -47,6 +48,15 @@ def test_overfitting_of_a_run_that_was_stopped_never_suggests_a_longer_one(tmp_p
     finding = find(run, "overfitting")
     assert finding is not None
     assert int(finding.override.partition("=")[2]) == pytest.approx(0.4 * 400, abs=6)
+
+
+@pytest.mark.parametrize(("last", "is_ill"), [(0.021, False), (0.025, True)])
+def test_rise_near_zero_is_not_overfitting(tmp_path: Path, last: float, is_ill: bool) -> None:
+    """A training loss that starts at 2.2 makes 0.022 the smallest rise that counts, here from 0.002."""
+    validation = {"loss": [0.1, 0.002, *[0.002 + last] * 3]}
+    losses = [*FALLING[:-5], *[1e-4] * 5]
+    finding = find(write_recorded_run(tmp_path / "run", losses=losses, validation=validation), "overfitting")
+    assert (finding is not None) == is_ill
 
 
 def test_skipped_steps_are_not_divergence_unless_they_are_many(tmp_path: Path) -> None:
@@ -110,9 +120,12 @@ def test_underfitting(tmp_path: Path, level: float, validation_loss: float, rati
         ({"model.dropout": 0.8, "training.label_smoothing": 0.5}, "model.dropout=0.1 training.label_smoothing=0"),
         ({"training.optimizer.name": "sgd", "training.weight_decay": 0.05}, "training.weight_decay=0"),
         ({"training.freeze": ["backbone"]}, "training.freeze=null"),
+        ({"model.hidden_size": None, "model.kind": "transformer"}, "model.hidden_size=512"),
+        ({"model.hidden_size": 64, "model.kind": "cnn", "model.num_filters": 50}, "model.num_filters=200"),
+        ({"task": "routing", "model.expert_size": 16}, "model.hidden_size=128 model.expert_size=64"),
     ],
 )
-def test_underfitting_blames_strong_regularisation_first(
+def test_underfitting_blames_regularisation_before_width(
     tmp_path: Path, settings: dict[str, Any], override: str
 ) -> None:
     run = write_recorded_run(tmp_path / "run", losses=make_flat(1.5), validation={"loss": [1.5] * 5}, settings=settings)
@@ -221,6 +234,9 @@ def test_a_run_in_training_is_not_judged_by_its_end(tmp_path: Path) -> None:
     )
     reason = apply_all(run).not_checked["slow-convergence"]
     assert reason == "the run is at step 400 of 1,000; it is judged when it has ended"
+    progress = {"step": 400, "total": 1000, "stop": "no better loss for 3 evaluations"}
+    checkpoint.write(run / "checkpoints", step=400, files={}, progress=progress, fingerprint={})
+    assert find(run, "slow-convergence") is not None, "early stopping has ended it"
 
 
 ROUGH = (1.5, *[1.0 + 0.1 * (index % 2) for index in range(1, NUM_LOGS)])
@@ -378,6 +394,9 @@ def test_classifier_that_ranks_well_is_not_at_chance(tmp_path: Path) -> None:
         ({"training.learning_rate": 0.5}, "training.learning_rate=0.003"),
         ({"training.learning_rate": 0.5, "training.weight_decay": 10.0}, "training.weight_decay=0.1"),
         ({"training.freeze": ["backbone"]}, "training.freeze=null"),
+        ({"model.hidden_size": None, "model.kind": "transformer"}, "model.hidden_size=512"),
+        ({"model.hidden_size": 64, "model.kind": "cnn", "model.num_filters": 50}, "model.num_filters=200"),
+        ({"task": "routing", "model.expert_size": 16}, "model.hidden_size=128 model.expert_size=64"),
     ],
 )
 def test_nothing_learned_at_chance_suggests_what_held_it_back(

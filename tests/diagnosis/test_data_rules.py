@@ -16,17 +16,17 @@ from recorded_run import apply_all, find, write_recorded_run
 EXAMPLE = ["texts.jsonl:3", "texts.jsonl:8"]
 
 
-def make_copies(*, duplicates: float = 0.0, leak: float = 0.0, key: str = "data") -> dict[str, Any]:
+def make_comparison(*, duplicates: float = 0.0, leak: float = 0.0, key: str = "data") -> dict[str, Any]:
     """Return the comparison of 1,000 training and 400 validation samples with these shares."""
     train = {"compared": 1000, "duplicates": round(1000 * duplicates), "share": duplicates}
     validation = {"compared": 400, "in_train": round(400 * leak), "share": leak, "example": EXAMPLE}
-    return {"copies": {"key": key, "train": train, "validation": validation}}
+    return {"duplicates": {"key": key, "train": train, "validation": validation}}
 
 
 @pytest.mark.parametrize(("factor", "is_ill"), [(0.99, False), (1.0, True)])
 def test_leak(tmp_path: Path, factor: float, is_ill: bool) -> None:
     share = factor * data_rules.MIN_LEAK_SHARE
-    finding = find(write_recorded_run(tmp_path / "run", data=make_copies(leak=share)), "leak-between-splits")
+    finding = find(write_recorded_run(tmp_path / "run", data=make_comparison(leak=share)), "leak-between-splits")
     assert (finding is not None) == is_ill
     if finding is not None:
         assert finding.evidence == (
@@ -37,8 +37,8 @@ def test_leak(tmp_path: Path, factor: float, is_ill: bool) -> None:
 
 
 def test_leak_into_the_test_data(tmp_path: Path) -> None:
-    data = make_copies()
-    data["copies"]["test"] = {"compared": 50, "in_train": 20, "share": 0.4, "example": EXAMPLE}
+    data = make_comparison()
+    data["duplicates"]["test"] = {"compared": 50, "in_train": 20, "share": 0.4, "example": EXAMPLE}
     finding = find(write_recorded_run(tmp_path / "run", data=data), "leak-between-splits")
     assert finding is not None
     assert finding.evidence.startswith("20 of 50 (40 %) test samples are also in the training data")
@@ -47,14 +47,14 @@ def test_leak_into_the_test_data(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("factor", "is_ill"), [(0.99, False), (1.0, True)])
 def test_duplicates(tmp_path: Path, factor: float, is_ill: bool) -> None:
     share = factor * data_rules.MIN_DUPLICATE_SHARE
-    finding = find(write_recorded_run(tmp_path / "run", data=make_copies(duplicates=share)), "duplicates")
+    finding = find(write_recorded_run(tmp_path / "run", data=make_comparison(duplicates=share)), "duplicates")
     assert (finding is not None) == is_ill
     if finding is not None:
         assert finding.evidence == "50 of 1,000 (5 %) training samples repeat an earlier one"
 
 
 def test_leak_explains_duplicates(tmp_path: Path) -> None:
-    run = write_recorded_run(tmp_path / "run", data=make_copies(duplicates=0.5, leak=0.5))
+    run = write_recorded_run(tmp_path / "run", data=make_comparison(duplicates=0.5, leak=0.5))
     assert [finding.name for finding in apply_all(run).findings] == ["leak-between-splits"]
 
 
@@ -62,14 +62,14 @@ def test_equal_tokens_of_different_texts_are_near_duplicates(tmp_path: Path) -> 
     """Media have no near duplicates: their recipes refuse the method."""
     for name, method in (("text", "near"), ("image", "exact")):
         settings = {"data.deduplicate": {"method": "exact"}, "data.input": name}
-        run = write_recorded_run(tmp_path / name, data=make_copies(duplicates=0.5), settings=settings)
+        run = write_recorded_run(tmp_path / name, data=make_comparison(duplicates=0.5), settings=settings)
         finding = find(run, "duplicates")
         assert finding is not None
         assert finding.override == f"data.deduplicate.method={method}"
 
 
 def test_duplicates_of_a_part_name_its_key(tmp_path: Path) -> None:
-    copies = make_copies(duplicates=0.5, key="data.parts.text.settings.data")
+    copies = make_comparison(duplicates=0.5, key="data.parts.text.settings.data")
     finding = find(write_recorded_run(tmp_path / "run", data=copies, settings={"task": "multitask"}), "duplicates")
     assert finding is not None
     assert finding.override == "data.parts.text.settings.data.deduplicate.method=exact"
@@ -80,9 +80,9 @@ def test_duplicates_of_a_part_name_its_key(tmp_path: Path) -> None:
     ("data", "reason"),
     [
         ({}, "an earlier version wrote it"),
-        ({"copies": {"train": {"compared": 3}}}, "an earlier version wrote it"),
-        ({"copies": []}, "an earlier version wrote it"),
-        ({"copies": {}}, "samples of the task classify are not compared"),
+        ({"duplicates": {"train": {"compared": 3}}}, "an earlier version wrote it"),
+        ({"duplicates": []}, "an earlier version wrote it"),
+        ({"duplicates": {}}, "samples of the task classify are not compared"),
     ],
 )
 def test_data_that_was_not_compared_is_not_judged(tmp_path: Path, data: dict[str, Any], reason: str) -> None:
@@ -180,15 +180,19 @@ def test_texts_of_many_tokens_are_better_known(tmp_path: Path) -> None:
             {"data.validation": {"split": 0.5}, "evaluation.max_batches": 1, "evaluation.batch_size": 10},
             "evaluation.max_batches=19",
         ),
+        ({"data.validation": {"split": 0.5}}, None),
+        ({"data.validation": {"split": 0.5}, "data.split": {"folds": 2}}, None),
     ],
 )
-def test_small_validation_suggests_what_enlarges_it(tmp_path: Path, settings: dict[str, Any], override: str) -> None:
+def test_small_validation_suggests_what_enlarges_it(
+    tmp_path: Path, settings: dict[str, Any], override: str | None
+) -> None:
     finding = find_small(tmp_path / "run", 20, validation={"accuracy": [0.5, 0.5]}, settings=settings)
     assert finding is not None
     assert finding.override == override
     base = {"data.train.path": "train.tsv", "data.split": None}
     flat = {"data.validation": settings["data.validation"], "data.split": settings.get("data.split")}
-    check_recipe(["classify/sst2", base | flat], parse_overrides(override.split())[1])
+    check_recipe(["classify/sst2", base | flat], parse_overrides((override or "").split())[1])
 
 
 def test_high_accuracy_of_few_samples_may_be_chance(tmp_path: Path) -> None:
@@ -216,7 +220,7 @@ def test_files_with_unexpected_values_do_not_end_the_diagnosis(tmp_path: Path, n
     keys = (
         "splits",
         "classes",
-        "copies",
+        "duplicates",
         "unit",
         "peak",
         "total",
@@ -242,7 +246,7 @@ def test_copies_of_a_sample_are_more_than_those_that_were_compared(tmp_path: Pat
     for name, share, is_ill in (("leak", 0.02, True), ("none", 0.001, False)):
         held_out = {"compared": 400, "in_train": round(400 * share), "share": share, "example": ["a", "b"]}
         copies = {"key": "data", "train": train, "validation": held_out}
-        finding = find(write_recorded_run(tmp_path / name, data={"copies": copies}), "leak-between-splits")
+        finding = find(write_recorded_run(tmp_path / name, data={"duplicates": copies}), "leak-between-splits")
         assert (finding is not None) == is_ill, name
         assert finding is None or "only 20 % of the training samples were compared" in finding.evidence
 

@@ -166,7 +166,8 @@ def test_start_of_worker_processes_is_not_slow_data(tmp_path: Path) -> None:
         ({"data.workers": 0}, 2, "data.workers=2"),
         ({"data.workers": 0}, 64, "data.workers=10"),
         ({"data.workers": 4}, 64, "data.workers=8"),
-        ({"data.workers": 4}, 4, "data.workers=5"),
+        ({"data.workers": 3}, 4, "data.workers=4"),
+        ({"data.workers": 4}, 4, "data.workers=8"),
         ({"data.workers": 0, "data.store": "encoded"}, 8, "data.store=decoded"),
     ],
 )
@@ -222,7 +223,7 @@ def test_idle_gpu(tmp_path: Path, percent: float, is_ill: bool) -> None:
         (
             {"gradient_accumulation_steps: null": "gradient_accumulation_steps: 4"},
             {},
-            "training.batch_size=128 training.gradient_accumulation_steps=1",
+            "training.batch_size=128 training.gradient_accumulation_steps=1 training.micro_batch_size=auto",
         ),
         ({}, {"splits": {"train": 100}}, "training.batch_size=100"),
     ],
@@ -266,8 +267,9 @@ def test_memory_pressure_of_recorded_runs(tmp_path: Path) -> None:
     assert find(copy_gpu_run("half-memory", tmp_path), "memory-pressure") is None
 
 
-def write_memory(run: Path, *, peak: int, total: int = 1000, activations: int = 900) -> None:
-    use = {"device": "cpu", "peak": peak, "total": total, "categories": {"activations and workspace": activations}}
+def write_memory(run: Path, *, peak: int, total: int = 1000, activations: int = 900, optimizer: int = 0) -> None:
+    categories = {"activations and workspace": activations, "optimizer": optimizer}
+    use = {"device": "cpu", "peak": peak, "total": total, "categories": categories}
     (run / "memory.json").write_text(json.dumps(use))
 
 
@@ -282,23 +284,66 @@ def test_memory_pressure(tmp_path: Path, peak: int, is_ill: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "activations", "override"),
+    ("settings", "activations", "optimizer", "override"),
     [
-        ({"training.batch_size": 7}, 900, "training.micro_batch_size=4"),
-        ({"training.micro_batch_size": 2, "training.batch_size": 64}, 900, "training.micro_batch_size=1"),
-        ({"training.micro_batch_size": "auto"}, 900, "training.gradient_checkpointing=true"),
-        ({"training.batch_size": 64}, 200, "training.optimizer.name=adafactor"),
+        ({"training.batch_size": 7}, 900, 0, "training.micro_batch_size=4"),
+        ({"training.micro_batch_size": 2, "training.batch_size": 64}, 900, 0, "training.micro_batch_size=1"),
+        ({"training.micro_batch_size": "auto"}, 900, 0, "training.gradient_checkpointing=true"),
+        ({"training.batch_size": 64}, 200, 200, "training.optimizer.name=adafactor"),
+        ({"training.batch_size": 64}, 200, 100, "training.micro_batch_size=32"),
+        (
+            {"training.batch_size": 1, "training.gradient_checkpointing": True, "data.sequence_length": 64},
+            900,
+            0,
+            "data.sequence_length=32",
+        ),
+        ({"training.batch_size": 1, "training.gradient_checkpointing": True}, 900, 0, None),
     ],
 )
 def test_memory_pressure_suggests_what_takes_most(
-    tmp_path: Path, settings: dict[str, Any], activations: int, override: str
+    tmp_path: Path, settings: dict[str, Any], activations: int, optimizer: int, override: str | None
 ) -> None:
     run = write_recorded_run(tmp_path / "run", settings=settings)
-    write_memory(run, peak=950, activations=activations)
+    write_memory(run, peak=950, activations=activations, optimizer=optimizer)
     finding = find(run, "memory-pressure")
     assert finding is not None
     assert finding.override == override
-    check_recipe(*parse_overrides(["classify", override]))
+    assert ("try" in finding.format_line()) == (override is not None)
+    check_recipe(*parse_overrides(["classify", *([override] if override else [])]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "data", "peak", "override"),
+    [
+        ({}, {}, 40, "training.batch_size=512"),
+        ({}, {}, 300, "training.batch_size=96"),
+        ({}, {}, 470, None),
+        ({"task": "recall", "data.distance": 128}, {}, 40, "training.batch_size=128"),
+        ({"task": "recall", "data.distance": 40}, {}, 40, None),
+        ({}, {"splits": {"train": 40}}, 40, None),
+    ],
+)
+def test_larger_batch_is_suggested_within_memory_data_and_distance(
+    tmp_path: Path, settings: dict[str, Any], data: dict[str, Any], peak: int, override: str | None
+) -> None:
+    run = write_recorded_run(tmp_path / "run", settings={"training.batch_size": 32, **settings}, data=data)
+    (run / "environment.json").write_text(json.dumps({"steps": 400, "device": "cuda:0"}))
+    set_gpu_percent(run, 10.0)
+    write_memory(run, peak=peak)
+    finding = find(run, "idle-gpu")
+    assert finding is not None
+    assert finding.override == override
+
+
+@pytest.mark.parametrize(("num_samples", "override"), [(10**6, "data.store=decoded"), (1000, "data.workers=2")])
+def test_images_that_auto_stores_encoded_are_to_be_decoded(tmp_path: Path, num_samples: int, override: str) -> None:
+    """A million images of 64 x 64 pixels take 11 GiB, more than are decoded by default."""
+    settings = {"data.store": "auto", "data.image_size": 64, "data.channels": 3}
+    run = write_waiting(tmp_path / "run", [0.9] * 4, **settings)
+    (run / "data.json").write_text(json.dumps({"splits": {"train": num_samples}}))
+    finding = find(run, "slow-data")
+    assert finding is not None
+    assert finding.override == override
 
 
 def test_run_that_ran_out_of_memory(tmp_path: Path) -> None:
@@ -311,7 +356,7 @@ def test_run_that_ran_out_of_memory(tmp_path: Path) -> None:
     write_memory(run, peak=500)  # before the allocation that failed
     finding = find(run, "memory-pressure")
     assert finding is not None
-    assert finding.evidence == "training ended because it was out of memory and the peak was 0.0 GiB of 0.0 GiB of cpu"
+    assert finding.evidence == "training ended because it was out of memory and the peak was 500 B of 1000 B of cpu"
 
 
 def test_memory_of_a_running_run_is_not_judged(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from bottega.reporting.page import write_page
 from bottega.reporting.write import build_page, write_run_report
+from bottega.run_files.record import read_record
 from small_report import HOSTILE, write_evaluation, write_run, write_samples, write_study
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright; pip install 'bottega[dev]'")
@@ -148,7 +149,7 @@ def test_sound_and_video_can_be_played(browser: Any, tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     write_samples(run, steps=(100,))
     write_video(np.zeros((4, 16, 16, 3), np.uint8), 8, run / "samples" / "step-00000100" / "00.mp4")
-    write_run_report(run)
+    write_run_report(read_record(run))
     with OpenedPage(browser, run / "report.html", viewport=PHONE) as opened:
         for kind in ("audio", "video"):
             opened.page.wait_for_function(f"() => document.querySelector('{kind}').readyState >= 1")
@@ -164,7 +165,7 @@ def test_a_long_run_is_a_small_page_that_draws_only_what_is_seen(browser: Any, t
         for i in range(1, 100_001)
     )
     run = write_run(tmp_path / "run", metrics="\n".join(rows))
-    write_run_report(run)
+    write_run_report(read_record(run))
     assert os.path.getsize(run / "report.html") < 3e6
     page = browser.new_page(viewport=PHONE)
     page.goto((run / "report.html").as_uri())

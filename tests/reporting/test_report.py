@@ -17,10 +17,11 @@ from bottega.core.errors import Diverged, UsageError
 from bottega.core.rundir import Lock, RunDirectory
 from bottega.reporting.media import MAX_FILE_BYTES, MAX_STEPS, MediaBudget, collect_samples
 from bottega.reporting.page import render_page
-from bottega.reporting.run_report import read_run
+from bottega.reporting.run_report import build_run_report
 from bottega.reporting.tables import format_large
 from bottega.reporting.write import build_page, write_run_report
 from bottega.run.job_pool import Job
+from bottega.run_files.record import RunRecord, read_record
 from bottega.tasks.dependencies import build_dependency_recipe
 from bottega.tasks.recipes import load_recipe
 from small_report import HOSTILE, write_evaluation, write_run, write_samples, write_study
@@ -76,7 +77,7 @@ def test_a_diverged_run_writes_a_report_that_says_so(tmp_path: Path, text_file: 
 def test_a_report_that_cannot_be_written_does_not_fail_the_run(
     tmp_path: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(run: Path, *, failure: str | None) -> Path:
+    def fail(record: RunRecord) -> Path:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("bottega.reporting.write.write_run_report", fail)
@@ -109,7 +110,7 @@ def test_hostile_text_stays_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", ["", "\n\n", "{", '"text"\n[1]\n', '{"step": 1}\n', "\x00" * 100], ids=range(6))
 def test_empty_and_damaged_metrics_are_noted(tmp_path: Path, content: str) -> None:
     run = write_run(tmp_path / "run", metrics=content)
-    report = read_run(run, budget=MediaBudget(1 << 20))
+    report = build_run_report(read_record(run), budget=MediaBudget(1 << 20))
     assert "metrics.jsonl has no metrics" in report.notes
     assert "metrics.jsonl has no metrics" in read_text(render_page(build_page([run])))
 
@@ -160,13 +161,13 @@ def test_values_of_another_kind_are_left_out(tmp_path: Path, name: str, content:
 def test_a_damaged_progress_is_no_error(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", metrics='{"step": "x", "kind": "train"}')
     with Lock(RunDirectory(run)):
-        assert read_run(run, budget=MediaBudget(0)).state["step"] == 0
+        assert build_run_report(read_record(run), budget=MediaBudget(0)).state["step"] == 0
 
 
 def test_a_run_without_a_recipe_is_shown(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     (run / "recipe.yaml").write_text("a: [")
-    report = read_run(run, budget=MediaBudget(1 << 20))
+    report = build_run_report(read_record(run), budget=MediaBudget(1 << 20))
     assert any("recipe.yaml cannot be read" in note for note in report.notes)
     render_page(build_page([run]))
 
@@ -174,7 +175,7 @@ def test_a_run_without_a_recipe_is_shown(tmp_path: Path) -> None:
 def test_a_run_that_still_trains_is_marked(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     with Lock(RunDirectory(run)):
-        report = read_run(run, budget=MediaBudget(1 << 20))
+        report = build_run_report(read_record(run), budget=MediaBudget(1 << 20))
     assert report.state["state"] == "running"
     assert any("still training" in note for note in report.notes)
 
@@ -444,4 +445,4 @@ def test_an_evaluation_is_recorded_for_the_report(tmp_path: Path, text_file: Pat
     measured = bottega.evaluate(run)
     recorded = json.loads((run / "evaluation" / "validation" / "metrics.json").read_text())
     assert recorded["loss"] == measured["metrics"]["loss"]
-    assert "Evaluation on the validation split" in write_run_report(run).read_text()
+    assert "Evaluation on the validation split" in write_run_report(read_record(run)).read_text()

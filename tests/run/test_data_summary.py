@@ -33,7 +33,7 @@ def test_a_resumed_run_does_not_count_again(
     path = run.path / "data.json"
     first = json.loads(path.read_text())
     assert sum(first["classes"].values()) == first["splits"]["train"]
-    assert first["copies"]["train"]["compared"] == first["splits"]["train"]
+    assert first["duplicates"]["train"]["compared"] == first["splits"]["train"]
     monkeypatch.setattr(TableData, "compare_splits", lambda data: pytest.fail("compared twice"))
     bottega.train("classify", {**values, "training.max_steps": 2}, quiet=True)
     assert json.loads(path.read_text()) == first

@@ -335,11 +335,7 @@ def test_twenty_kills_lose_no_finished_trial_and_repeat_none(tmp_path: Path) -> 
             if rng.random() < 0.3:
                 time.sleep(rng.uniform(0.5, 4.0))
             else:
-                num_steps = count_logged_steps(tmp_path) + rng.randint(0, 150)
-                wait_until(
-                    lambda: command.process.poll() is not None or count_logged_steps(tmp_path) > num_steps,
-                    what="steps of trials",
-                )
+                wait_for_steps(command, tmp_path, count_logged_steps(tmp_path) + rng.randint(1, 150))
             children = command.list_trial_processes()
             if children and killed_trials < 3 and rng.random() < 0.3:
                 killed_trials += 1
@@ -376,6 +372,13 @@ def test_twenty_kills_lose_no_finished_trial_and_repeat_none(tmp_path: Path) -> 
         )
         values = [row["accuracy"] for row in undisturbed.history() if row["kind"] == "eval"]
         assert trial["values"] == [max(values)]
+
+
+def wait_for_steps(command: TuneProcess, folder: Path, num_steps: int) -> None:
+    """Wait until all trials together have logged `num_steps` lines, or the command has ended."""
+    wait_until(
+        lambda: command.process.poll() is not None or count_logged_steps(folder) >= num_steps, what="steps of trials"
+    )
 
 
 def count_logged_steps(folder: Path) -> int:

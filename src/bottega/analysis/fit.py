@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 from bottega.analysis.prediction import MemoryPredictor
 from bottega.config.training import Training
 from bottega.core.errors import BottegaError, OutOfMemory, UsageError
-from bottega.measurements import PredictionUnavailable
-from bottega.reporting.tables import format_bytes
+from bottega.measurements import PredictionUnavailable, format_bytes
 from bottega.run.compose import resolve_micro_batch_size
 
 UNITS = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
@@ -49,7 +48,8 @@ def fit_memory(
 
     Raises OutOfMemory if nothing fits. The batch of the recipe stays as it is: a smaller micro-batch takes more passes.
     """
-    usable = (memory - RESERVE.get(predictor.device_type, 0)) / FRAGMENTATION
+    reserve = RESERVE.get(predictor.device_type, 0)
+    usable = max(0, memory - reserve) / FRAGMENTATION
     choices = _list_choices(predictor)
     rows: list[Fit] = []
     for number, training in enumerate(choices):
@@ -69,7 +69,7 @@ def fit_memory(
         raise OutOfMemory(
             f"nothing fits in {format_bytes(memory)}: one sample in {smallest.precision}"
             f"{' with gradient checkpointing' if smallest.gradient_checkpointing else ''} is predicted to need "
-            f"{format_bytes(smallest.peak)}, and {format_bytes(memory - usable)} are kept for the GPU's driver and for "
+            f"{format_bytes(smallest.peak)}, and {format_bytes(max(reserve, memory - usable))} are kept for the GPU's driver and for "
             "fragmentation; use a smaller model, or train a part of it (techniques: lora)"
         )
     best = fitting[0]  # the one that recomputes least

@@ -14,6 +14,7 @@ from bottega.core.engine import Engine
 from bottega.core.errors import UsageError
 from bottega.core.types import Batch
 from bottega.engines.out_of_memory import build_out_of_memory_error
+from bottega.measurements import format_bytes
 from bottega.run.checks import find_problems, raise_all
 from bottega.run.compose import build_engine, build_training_plan, prepare_workload
 from bottega.run.train import ensure_dependency
@@ -115,16 +116,16 @@ def format_report(report: dict[str, Any]) -> str:
     lines = [f"{'model':<18}{'parameters':>16}{'trainable':>14}{'memory':>12}  type"]
     for model in report["weights"]:
         counts = f"{model['parameters']:>16,}{model['learning']:>14,}"
-        lines.append(f"{model['name']:<18}{counts}{_format_size(model['bytes']):>12}  {model['kind']}")
-    lines += [f"{'gradients':<48}{_format_size(report['gradient_bytes']):>12}"]
-    lines += [f"{'optimizer':<48}{_format_size(report['optimizer_bytes']):>12}", ""]
+        lines.append(f"{model['name']:<18}{counts}{format_bytes(model['bytes']):>12}  {model['kind']}")
+    lines += [f"{'gradients':<48}{format_bytes(report['gradient_bytes']):>12}"]
+    lines += [f"{'optimizer':<48}{format_bytes(report['optimizer_bytes']):>12}", ""]
     title = "peak" if report["is_peak"] else "activations"
     lines += [
         f"measured on {report['device']}, {report['precision']}",
         f"{'micro-batch':>11}{title:>12}{'samples/s':>12}",
     ]
     lines += [
-        f"{row['micro_batch']:>11}{_format_size(row['peak']):>12}{row['samples_per_second']:>12.2f}"
+        f"{row['micro_batch']:>11}{format_bytes(row['peak']):>12}{row['samples_per_second']:>12.2f}"
         for row in report["rows"]
     ]
     if report["cards"]:
@@ -133,9 +134,3 @@ def format_report(report: dict[str, Any]) -> str:
             fit_text = f"{card['micro_batch']:>13}{card['passes']:>8}" if card["micro_batch"] else f"{'none':>13}"
             lines.append(f"{card['gib']:>7} GiB{fit_text}")
     return "\n".join([*lines, *(f"note: {note}" for note in report["notes"])])
-
-
-def _format_size(number: int) -> str:
-    if number >= GIB / 10:
-        return f"{number / GIB:.2f} GiB"
-    return f"{number / (1 << 20):.1f} MiB" if number >= 1 << 20 else f"{number / (1 << 10):.1f} KiB"

@@ -14,8 +14,7 @@ from bottega.config.training import Training
 from bottega.core.types import Batch
 from bottega.data.sources.source import Source
 from bottega.engines.backend import Backend, ModelPart, open_backend
-from bottega.measurements import MemoryPrediction, PredictionUnavailable
-from bottega.reporting.tables import format_bytes
+from bottega.measurements import MemoryPrediction, PredictionUnavailable, format_bytes
 from bottega.run.checks import find_checkpoint_folder
 from bottega.run.compose import build_plain_loader, count_total_steps, resolve_micro_batch_size
 from bottega.techniques.training_plan import TrainingPlan

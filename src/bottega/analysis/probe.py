@@ -9,7 +9,8 @@ from typing import Any
 from bottega.analysis.prediction import RunPrediction
 from bottega.config.recipe import Recipe
 from bottega.core.errors import UsageError
-from bottega.reporting.tables import format_bytes, format_seconds
+from bottega.measurements import format_bytes
+from bottega.reporting.tables import format_seconds
 from bottega.run.compose import build_engine, build_loader
 from bottega.techniques.training_plan import TrainingPlan
 from bottega.world import World

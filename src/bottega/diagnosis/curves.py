@@ -30,6 +30,8 @@ MIN_OVERFITTING_RISE = 0.1
 MIN_RISE_AT_EQUAL_METRIC = 0.25
 """The same if the metric of the recipe, such as accuracy, has not become worse: the model is then only overconfident.
 Healthy runs have up to 0.21."""
+MIN_RISE_OF_START = 0.01
+"""The same, as a fraction of the first training loss: from 0.002 to 0.004 is noise of a model that has learned its task."""
 FLAT_FRACTION = 0.03
 """Fall of the training loss over the second half of a run, as a fraction of its start, below which it is flat."""
 UNDERFITTED_FRACTION = 0.5
@@ -54,7 +56,7 @@ def find_overfitting(record: RunRecord) -> Finding | None:
     best = int(np.argmin(losses))
     rise = min(losses[-1], np.median(losses[best + 1 :])) - losses[best] if best < len(losses) - 1 else 0.0
     limit = MIN_OVERFITTING_RISE if _is_metric_worse(record, float(steps[best])) else MIN_RISE_AT_EQUAL_METRIC
-    if rise < limit * abs(losses[best]) or rise <= 0:
+    if rise <= 0 or rise < max(limit * abs(losses[best]), MIN_RISE_OF_START * abs(curve.start)):
         return None
     before = curve.losses[curve.steps <= steps[best]][-5:]
     after = curve.losses[-5:]

@@ -41,26 +41,26 @@ MAX_VALIDATION_SPLIT = 0.5
 
 def find_leak(record: RunRecord) -> Finding | None:
     """Validation or test samples are also in the training data, so the metrics do not measure generalisation."""
-    copies = _get_copies(record)
-    compared_share = _get_compared_share(copies["train"])
-    shares = {name: min(1.0, copies[name]["share"] / compared_share) for name in HELD_OUT if name in copies}
+    comparison = _get_comparison(record)
+    compared_share = _get_compared_share(comparison["train"])
+    shares = {name: min(1.0, comparison[name]["share"] / compared_share) for name in HELD_OUT if name in comparison}
     if not shares or max(shares.values()) < MIN_LEAK_SHARE:
         return None
     worst = max(shares, key=lambda name: shares[name])
-    counts, (first, second) = copies[worst], copies[worst]["example"]
+    counts, (first, second) = comparison[worst], comparison[worst]["example"]
     return Finding(
         "leak-between-splits",
         f"{_format_count(counts['in_train'], counts['compared'])} {worst} samples are also in the training data, "
-        f"such as {first}, which equals {second}{_describe_sampling(copies['train'])}",
+        f"such as {first}, which equals {second}{_describe_sampling(comparison['train'])}",
         None,
-        _suggest_deduplication(record, copies["key"]),
+        _suggest_deduplication(record, comparison["key"]),
     )
 
 
 def find_duplicates(record: RunRecord) -> Finding | None:
     """Training samples occur several times, which weights them more and is memorised first."""
-    copies = _get_copies(record)
-    train = copies["train"]
+    comparison = _get_comparison(record)
+    train = comparison["train"]
     if train["share"] / _get_compared_share(train) < MIN_DUPLICATE_SHARE:
         return None
     return Finding(
@@ -68,7 +68,7 @@ def find_duplicates(record: RunRecord) -> Finding | None:
         f"{_format_count(train['duplicates'], train['compared'])} training samples repeat an earlier one"
         f"{_describe_sampling(train)}",
         None,
-        _suggest_deduplication(record, copies["key"]),
+        _suggest_deduplication(record, comparison["key"]),
     )
 
 
@@ -85,16 +85,16 @@ def _describe_sampling(train: Mapping[str, Any]) -> str:
     )
 
 
-def _get_copies(record: RunRecord) -> dict[str, Any]:
-    copies = record.data.get("copies")
-    if copies == {}:
+def _get_comparison(record: RunRecord) -> dict[str, Any]:
+    comparison = record.data.get("duplicates")
+    if comparison == {}:
         raise NotRecorded(f"samples of the task {record.state['task']} are not compared")
-    if not isinstance(copies, dict) or not all(
+    if not isinstance(comparison, dict) or not all(
         isinstance(split, dict) and "share" in split
-        for split in (copies.get("train"), *(copies[name] for name in HELD_OUT if name in copies))
+        for split in (comparison.get("train"), *(comparison[name] for name in HELD_OUT if name in comparison))
     ):
         raise NotRecorded("data.json does not compare the samples; an earlier version wrote it")
-    return copies
+    return comparison
 
 
 def _format_count(count: int, total: int) -> str:
@@ -222,7 +222,8 @@ def _has_plain_samples(record: RunRecord) -> bool:
     return record.state["task"] not in ("recall", "multitask") and "maml" not in techniques
 
 
-def _suggest_larger_validation(record: RunRecord, num_samples: int, needed: int) -> str:
+def _suggest_larger_validation(record: RunRecord, num_samples: int, needed: int) -> str | None:
+    """Return the override for `needed` validation samples, or as many as there are; None if only more data helps."""
     splits = record.data["splits"]
     if num_samples < splits["validation"]:  # evaluation.max_batches
         batch_size = record.get("evaluation.batch_size") or record.get("training.batch_size")
@@ -234,6 +235,8 @@ def _suggest_larger_validation(record: RunRecord, num_samples: int, needed: int)
     folds = record.get("data.split.folds")
     total = splits["train"] + splits["validation"]
     if folds is not None:
+        if folds <= 2:
+            return None
         num_folds = max(2, min(folds - 1, total // needed))
         fold = record.get("data.split.fold") or 0
         return f"data.split.folds={num_folds}" + (" data.split.fold=0" if fold >= num_folds else "")
@@ -242,6 +245,8 @@ def _suggest_larger_validation(record: RunRecord, num_samples: int, needed: int)
     # Held-out data of its own does not grow; a part of the training data takes its place.
     resets = [f"data.validation.{key}={'null' if key == 'path' else 'auto'}" for key in own_source]
     fraction = min(MAX_VALIDATION_SPLIT, math.ceil(100 * needed / (splits["train"] if own_source else total)) / 100)
+    if not own_source and fraction <= (record.get("data.validation.split") or 0.0):
+        return None
     return " ".join([*resets, f"data.validation.split={fraction:g}"])
 
 

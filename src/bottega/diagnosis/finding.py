@@ -1,4 +1,4 @@
-"""A finding: something that is wrong with a run, the numbers that show it, and one override to try."""
+"""A finding: something that is wrong with a run, the numbers that show it, and an override to try."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Finding:
     """What was recorded, in numbers, as a clause without a full stop."""
     steps: tuple[int, int] | None
     """First and last step of the evidence; None if it concerns the data."""
-    override: str
-    """Keys to set in the next run, as words of the command line: one or more key=value."""
+    override: str | None
+    """Keys to set in the next run, as words of the command line: one or more key=value. None if no setting helps."""
 
     @property
     def page(self) -> str:
@@ -31,6 +31,12 @@ class Finding:
     def title(self) -> str:
         """The name in plain words."""
         return self.name.replace("-", " ")
+
+    def format_line(self) -> str:
+        """Return one line: name, evidence, steps, what to try, and the page."""
+        steps = f" ({self.describe_steps()})" if self.steps is not None else ""
+        advice = f"; try {self.override}" if self.override is not None else ""
+        return f"{self.title}: {self.evidence}{steps}{advice}; see {self.page}"
 
     def describe_steps(self) -> str:
         """Return the step range, such as "steps 100 to 900"; empty without one."""

@@ -10,6 +10,7 @@ import numpy as np
 from bottega.config.optimizers import OPTIMIZER_SPECS
 from bottega.diagnosis.finding import NotRecorded
 from bottega.diagnosis.series import get_median_update_ratio, get_num_steps, get_rates
+from bottega.models.text_classifier.config import EncoderShape, KimShape
 from bottega.run_files.record import RunRecord
 
 SAFE_RATES = {"adamw": 3e-3, "adam": 3e-3, "muon": 3e-3, "adafactor": 3e-3, "lion": 3e-4, "sgd": 0.1}
@@ -27,7 +28,12 @@ STRONG_DROPOUT = 0.6
 STRONG_LABEL_SMOOTHING = 0.3
 CAPACITY_FACTOR = 4
 """Factor on the width of a model that is too small: a doubling is seldom enough to see."""
-CAPACITY_KEYS = ("model.hidden_size", "model.num_filters", "model.expert_size")
+CAPACITY_KEYS = ("model.hidden_size", "model.expert_size")
+TEXT_CLASSIFIER_WIDTHS = {
+    "transformer": ("model.hidden_size", int(EncoderShape.model_fields["hidden_size"].default)),
+    "cnn": ("model.num_filters", int(KimShape.model_fields["num_filters"].default)),
+}
+"""Kind of a text classifier -> the key of its width, and the value if the key is null."""
 
 
 def suggest_lower_rate(record: RunRecord) -> str:
@@ -155,12 +161,18 @@ def suggest_capacity(record: RunRecord) -> str:
     if record.get("training.freeze"):
         words.append("training.freeze=null")
     if not words and record.get("model.from") is None:
-        words = [
-            f"{key}={CAPACITY_FACTOR * value}"
-            for key in CAPACITY_KEYS
-            if isinstance(value := record.get(key), int) and not isinstance(value, bool)
-        ]
+        words = [f"{key}={CAPACITY_FACTOR * width}" for key, width in _read_widths(record).items()]
     return " ".join(words) or suggest_longer_run(record)
+
+
+def _read_widths(record: RunRecord) -> dict[str, int]:
+    """Return the keys of the model's width and their values; those of a text classifier have defaults of its kind."""
+    default = TEXT_CLASSIFIER_WIDTHS.get(str(record.get("model.kind"))) if record.get("task") == "classify" else None
+    if default is not None:
+        key, width = default
+        return {key: record.get(key) or width}
+    widths = {key: record.get(key) for key in CAPACITY_KEYS}
+    return {key: width for key, width in widths.items() if isinstance(width, int) and not isinstance(width, bool)}
 
 
 def suggest_fewer_layers(record: RunRecord) -> str:

@@ -8,6 +8,7 @@ import numpy as np
 
 from bottega.diagnosis.finding import Finding, NotRecorded
 from bottega.diagnosis.series import get_metric
+from bottega.measurements import format_bytes
 from bottega.run_files.record import RunRecord
 
 SLOW_DATA_SHARE = 0.2
@@ -19,6 +20,10 @@ MAX_MEMORY_SHARE = 0.92
 """Peak of the memory, as a share of all, from which a longer sample or a neighbour's process ends the run."""
 MIN_ACTIVATION_SHARE = 0.25
 """Share of the peak that activations have to have for a smaller micro-batch to help."""
+MIN_OPTIMIZER_SHARE = 0.2
+"""Share of the peak that the optimizer's state has to have for adafactor, which has almost none, to help."""
+MAX_DECODED_BYTES = 2 << 30
+"""Bytes of images above which `data.store: auto` stores them encoded."""
 MIN_BATCH_FACTOR, MAX_BATCH_FACTOR = 4, 16
 """Limits of the factor on the batch size that is advised for an idle GPU.
 
@@ -48,13 +53,23 @@ def _measure_wait(record: RunRecord) -> tuple[tuple[int, int], float]:
 
 
 def _suggest_faster_loading(record: RunRecord, share: float) -> str:
-    if record.get("data.store") == "encoded":
+    if _is_stored_encoded(record):
         return "data.store=decoded"  # each image is then decoded once, not in each epoch
     workers, cores = int(record.get("data.workers") or 0), int(record.environment.get("cores") or 2)
     if workers:
-        return f"data.workers={max(workers + 1, min(2 * workers, cores))}"
+        # Beyond the cores, more processes help only if they wait for a disk or a network, which is then likely.
+        return f"data.workers={2 * workers if workers >= cores else min(2 * workers, cores)}"
     # A batch takes share / (1 - share) of the time of its step, so this many processes build one in that time; one to spare.
     return f"data.workers={max(1, min(math.ceil(round(share / max(0.01, 1 - share), 6)) + 1, cores))}"
+
+
+def _is_stored_encoded(record: RunRecord) -> bool:
+    """Return whether images are decoded for each batch: `auto` stores those that take more than MAX_DECODED_BYTES so."""
+    store, side = record.get("data.store"), record.get("data.image_size")
+    num_samples = record.data.get("splits", {}).get("train")
+    if store != "auto" or not isinstance(side, int) or not isinstance(num_samples, int):
+        return bool(store == "encoded")
+    return num_samples * side * side * int(record.get("data.channels") or 3) > MAX_DECODED_BYTES
 
 
 def find_idle_gpu(record: RunRecord) -> Finding | None:
@@ -80,23 +95,31 @@ def _is_gpu(record: RunRecord) -> bool:
     return str(record.environment.get("device", "")).startswith("cuda")
 
 
-def _suggest_larger_pieces(record: RunRecord, percent: float) -> str:
-    """Return the override that gives the GPU more work at once, at first one that leaves the result as it is."""
+def _suggest_larger_pieces(record: RunRecord, percent: float) -> str | None:
+    """Return the override that gives the GPU more work at once, at first one that leaves the result as it is.
+
+    None if neither memory nor data allow a batch of twice the size.
+    """
     batch_size = int(record.get("training.batch_size") or 1)
     micro_batch_size = record.get("training.micro_batch_size")
     accumulation = record.get("training.gradient_accumulation_steps")
     if isinstance(micro_batch_size, int) and micro_batch_size < batch_size:
         return "training.micro_batch_size=auto"
     if accumulation is not None and accumulation > 1:
-        return f"training.batch_size={batch_size * accumulation} training.gradient_accumulation_steps=1"
+        # A step then has the same samples, in pieces as large as fit.
+        size = batch_size * accumulation
+        return f"training.batch_size={size} training.gradient_accumulation_steps=1 training.micro_batch_size=auto"
     if record.get("training.compile") is False:
         return "training.compile=true"
     factor = max(MIN_BATCH_FACTOR, min(MAX_BATCH_FACTOR, 2 ** math.ceil(1 + math.log2(80 / max(1.0, percent)))))
     peak, total = record.memory.get("peak"), record.memory.get("total")
     if isinstance(peak, int) and isinstance(total, int):  # the peak grows no faster than the batch
-        factor = max(2, min(factor, int(MAX_MEMORY_SHARE * total / max(1, peak))))
-    num_samples = record.data.get("splits", {}).get("train") or factor * batch_size  # a batch must not exceed the data
-    return f"training.batch_size={min(factor * batch_size, num_samples)}"
+        factor = min(factor, int(MAX_MEMORY_SHARE * total / max(1, peak)))
+    limits = [factor * batch_size, record.data.get("splits", {}).get("train")]  # a batch must not exceed the data
+    if record.get("task") == "recall":
+        limits.append(record.get("data.distance"))  # a query must come after the batch that states its fact
+    size = min(limit for limit in limits if isinstance(limit, int))
+    return f"training.batch_size={size}" if size >= 2 * batch_size else None
 
 
 def find_memory_pressure(record: RunRecord) -> Finding | None:
@@ -110,9 +133,7 @@ def find_memory_pressure(record: RunRecord) -> Finding | None:
     if not has_failed and peak < MAX_MEMORY_SHARE * total:
         return None
     evidence = (
-        f"the peak was {peak / 2**30:.1f} GiB of {total / 2**30:.1f} GiB of {record.memory.get('device')}"
-        if total
-        else ""
+        f"the peak was {format_bytes(peak)} of {format_bytes(total)} of {record.memory.get('device')}" if total else ""
     )
     step = int(record.state["step"])
     return Finding(
@@ -123,11 +144,13 @@ def find_memory_pressure(record: RunRecord) -> Finding | None:
     )
 
 
-def _suggest_less_memory(record: RunRecord, peak: int) -> str:
+def _suggest_less_memory(record: RunRecord, peak: int) -> str | None:
+    """Return the override for the largest category that can be made smaller; None if only a smaller model is left."""
     categories = record.memory.get("categories") or {}
-    activations = categories.get("activations and workspace", peak)
-    if activations < MIN_ACTIVATION_SHARE * peak and record.get("training.optimizer.name") != "adafactor":
-        return "training.optimizer.name=adafactor"  # weights and optimizer state take most of it
+    activations, optimizer = categories.get("activations and workspace", peak), categories.get("optimizer", 0)
+    adafactor = "training.optimizer.name=adafactor" if optimizer >= MIN_OPTIMIZER_SHARE * peak > 0 else None
+    if activations < MIN_ACTIVATION_SHARE * peak and adafactor is not None:
+        return adafactor
     world = max(1, int(record.environment.get("world") or 1))
     micro_batch_size = record.get("training.micro_batch_size")
     if micro_batch_size is None:
@@ -136,7 +159,9 @@ def _suggest_less_memory(record: RunRecord, peak: int) -> str:
         return f"training.micro_batch_size={math.ceil(micro_batch_size / 2)}"
     if not record.get("training.gradient_checkpointing"):
         return "training.gradient_checkpointing=true"
-    return "training.micro_batch_size=1"
+    if adafactor is None and isinstance(length := record.get("data.sequence_length"), int) and length > 1:
+        return f"data.sequence_length={length // 2}"
+    return adafactor
 
 
 RULES = {"slow-data": find_slow_data, "idle-gpu": find_idle_gpu, "memory-pressure": find_memory_pressure}

@@ -58,13 +58,8 @@ class Diagnosis:
         return {"findings": [finding.to_plain_dict() for finding in self.findings], "not_checked": self.not_checked}
 
     def format_lines(self) -> list[str]:
-        """Return one line for each finding: name, evidence, steps, what to try, and the page."""
-        return [
-            f"{finding.title}: {finding.evidence}"
-            + (f" ({finding.describe_steps()})" if finding.steps is not None else "")
-            + f"; try {finding.override}; see {finding.page}"
-            for finding in self.findings
-        ]
+        """Return one line for each finding."""
+        return [finding.format_line() for finding in self.findings]
 
 
 def apply_rules(record: RunRecord) -> Diagnosis:

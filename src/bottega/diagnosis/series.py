@@ -113,6 +113,8 @@ def get_num_steps(record: RunRecord) -> int:
 def require_finished(record: RunRecord) -> None:
     """Raise NotRecorded for a run that still trains or was stopped: its schedule may have most of its effect at the end."""
     steps, _ = get_metric(record, "train", "loss")
+    if record.state.get("state") == "finished":
+        return  # perhaps by early stopping, before its last planned step
     if steps[-1] < FINISHED_FRACTION * (total := get_num_steps(record)):
         raise NotRecorded(f"the run is at step {int(steps[-1]):,} of {total:,}; it is judged when it has ended")
 

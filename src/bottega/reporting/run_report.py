@@ -9,15 +9,16 @@ from typing import Any
 
 from bottega.diagnosis.finding import Finding
 from bottega.diagnosis.rules import apply_rules
+from bottega.measurements import format_bytes
 from bottega.redaction import redact_text
 from bottega.reporting.configuration import compare_with_origin, list_configuration
 from bottega.reporting.evaluations import UNKNOWN_FORMAT, EvaluationResult, collect_evaluations
 from bottega.reporting.headline import Headline, build_headline, describe_source, list_sources
 from bottega.reporting.media import MediaBudget, MediaItem, SampleStep, collect_samples, read_item
-from bottega.reporting.tables import Table, format_bytes, format_number
+from bottega.reporting.tables import Table, format_number
 from bottega.run_files.configuration import get_value
 from bottega.run_files.logs import MetricsLog, ModuleLog, Series, is_number
-from bottega.run_files.record import read_record
+from bottega.run_files.record import RunRecord
 
 MAX_CLASSES = 200
 """Rows of the table of classes."""
@@ -58,19 +59,9 @@ class RunReport:
         return str(self.environment.get("unit") or "samples")
 
 
-def read_run(
-    path: Path,
-    *,
-    name: str | None = None,
-    budget: MediaBudget,
-    is_running: bool | None = None,
-    failure: str | None = None,
-) -> RunReport:
-    """Collect the report of a run. What is missing, damaged or of an unknown format is left out and named in the notes.
-
-    `is_running` and `failure` are what the caller knows of its state; see `describe_run`.
-    """
-    record = read_record(path, is_running=is_running, failure=failure)
+def build_run_report(record: RunRecord, *, name: str | None = None, budget: MediaBudget) -> RunReport:
+    """Collect the report of a run. What is missing, damaged or of an unknown format is left out and named in the notes."""
+    path = record.path
     configuration, environment, data, memory = record.configuration, record.environment, record.data, record.memory
     log, state, modules = record.log, record.state, record.modules
     notes: list[str] = []

@@ -33,15 +33,6 @@ def format_number(value: Any) -> str:
     return f"{value:,.1f}" if size >= 1000 else f"{value:.2f}" if size >= 100 else f"{value:.4f}"
 
 
-def format_bytes(size: float) -> str:
-    """Return a number of bytes with a binary unit."""
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.2f} GiB"
-
-
 def format_seconds(seconds: float) -> str:
     """Return a duration as people say it: 45 s, 3 min 20 s, 2 h 5 min, 3 d 4 h."""
     whole = round(seconds)

@@ -9,8 +9,9 @@ from pathlib import Path
 from bottega.core.errors import UsageError
 from bottega.reporting.media import MediaBudget
 from bottega.reporting.page import Page, write_page
-from bottega.reporting.run_report import RunReport, read_run
+from bottega.reporting.run_report import RunReport, build_run_report
 from bottega.reporting.study_report import read_crossval, read_study
+from bottega.run_files.record import RunRecord, read_record
 from bottega.similar_names import find_similar_names
 
 REPORT_FILE = "report.html"
@@ -18,14 +19,10 @@ TOTAL_MEDIA_BYTES = 32 << 20
 """Media on a page, shared equally by its runs."""
 
 
-def write_run_report(run: Path, *, failure: str | None = None) -> Path:
-    """Write the report of a run that this process has just trained into its directory, and return its path.
-
-    `failure` is the error that ended the run, if any.
-    """
-    path = run / REPORT_FILE
-    report = read_run(run, budget=MediaBudget(TOTAL_MEDIA_BYTES), is_running=False, failure=failure)
-    write_page(Page(runs=[report]), path)
+def write_run_report(record: RunRecord) -> Path:
+    """Write the report of a run into its directory, and return its path."""
+    path = record.path / REPORT_FILE
+    write_page(Page(runs=[build_run_report(record, budget=MediaBudget(TOTAL_MEDIA_BYTES))]), path)
     return path
 
 
@@ -44,7 +41,8 @@ def build_page(paths: Sequence[Path]) -> Page:
             runs.append(path)
     for path, name in zip(runs, _shorten_names(runs), strict=True):
         try:
-            page.runs.append(read_run(path, name=name, budget=MediaBudget(TOTAL_MEDIA_BYTES // len(runs))))
+            budget = MediaBudget(TOTAL_MEDIA_BYTES // len(runs))
+            page.runs.append(build_run_report(read_record(path), name=name, budget=budget))
         except UsageError:
             if len(paths) == 1 and path in paths:
                 raise

@@ -27,7 +27,7 @@ def write_data_summary(directory: RunDirectory, plan: TrainingPlan, workload: Wo
         name: previous[name]
         if previous.get("fingerprint") == fingerprint and isinstance(previous.get(name), dict)
         else count()
-        for name, count in (("classes", data.count_classes), ("copies", lambda: _compare_splits(data)))
+        for name, count in (("classes", data.count_classes), ("duplicates", lambda: _compare_splits(data)))
     }
     splits = {"train": plan.training, "validation": plan.validation, "test": workload.data.test()}
     summary = {

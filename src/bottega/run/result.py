@@ -9,6 +9,7 @@ from bottega.config.recipe import Recipe
 from bottega.core.callback import Progress
 from bottega.core.errors import first_line
 from bottega.core.rundir import RunDirectory
+from bottega.run_files.record import RunRecord, read_record
 from bottega.tasks import plugins
 from bottega.tasks.workload import Workload
 from bottega.world import World
@@ -37,9 +38,7 @@ def announce_result(
         else ""
     )
     console.info(f"\n{path}: {progress.step} steps in {seconds:.0f} s{best}", style="bold")
-    if World.from_environment().is_main:
-        print_diagnosis(directory, console)
-        write_report(recipe, directory, console)
+    conclude_run(recipe, directory, console)
     commands = [f"generate {path}{example}"] if (example := workload.sampler.example_flags()) is not None else []
     commands += [f"evaluate {path}{'' if has_validation else ' --data PATH'}", f"export {path}"]
     for number, command in enumerate(commands):
@@ -60,36 +59,46 @@ def _show_samples(console: Console, folder: Path) -> None:
         console.info(f"\nsamples: {', '.join(map(str, files))}", style="bold")
 
 
-def print_diagnosis(directory: RunDirectory, console: Console, *, failure: BaseException | None = None) -> None:
-    """Print what `bottega diagnose` finds; a diagnosis that fails costs a warning, not the run.
-
-    `failure` is the error that ended the run, if any.
-    """
-    from bottega.diagnosis.rules import apply_rules
-    from bottega.run_files.record import read_record
-
-    try:
-        reason = str(failure) if failure is not None else None
-        for line in apply_rules(read_record(directory.path, is_running=False, failure=reason)).format_lines():
-            console.warn(line)
-    except Exception as error:
-        console.warn(f"the run was not diagnosed: {first_line(error)}")
-
-
-def write_report(
+def conclude_run(
     recipe: Recipe, directory: RunDirectory, console: Console, *, failure: BaseException | None = None
 ) -> None:
-    """Write report.html if the recipe wants it; a failed write costs a warning, not the run.
+    """Print what `bottega diagnose` finds, and write report.html if the recipe wants it; only the main process does so.
 
-    `failure` is the error that ended the run, if any.
+    `failure` is the error that ended the run, if any. What fails here costs a warning, not the run.
     """
-    from bottega.reporting.write import write_run_report
-
-    if not recipe.logging.report or not World.from_environment().is_main:
+    if not World.from_environment().is_main:
         return
     try:
-        path = write_run_report(directory.path, failure=str(failure) if failure is not None else None)
-        console.info(f"report: {path}")
+        # Long logs take seconds to read, so diagnosis and report share them.
+        record = read_record(directory.path, is_running=False, failure=str(failure) if failure is not None else None)
     except Exception as error:
-        reason = error.strerror if isinstance(error, OSError) else first_line(error)
-        console.warn(f"no report was written: {reason}; bottega report {directory.path} tries again")
+        console.warn(f"the run was not diagnosed, and no report was written: {_describe_error(error)}")
+        return
+    print_diagnosis(record, console)
+    if recipe.logging.report:
+        write_report(record, console)
+
+
+def print_diagnosis(record: RunRecord, console: Console) -> None:
+    """Print what `bottega diagnose` finds."""
+    from bottega.diagnosis.rules import apply_rules
+
+    try:
+        for line in apply_rules(record).format_lines():
+            console.warn(line)
+    except Exception as error:
+        console.warn(f"the run was not diagnosed: {_describe_error(error)}")
+
+
+def write_report(record: RunRecord, console: Console) -> None:
+    """Write report.html."""
+    from bottega.reporting.write import write_run_report
+
+    try:
+        console.info(f"report: {write_run_report(record)}")
+    except Exception as error:
+        console.warn(f"no report was written: {_describe_error(error)}; bottega report {record.path} tries again")
+
+
+def _describe_error(error: Exception) -> str:
+    return error.strerror or first_line(error) if isinstance(error, OSError) else first_line(error)

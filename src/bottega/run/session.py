@@ -36,7 +36,7 @@ from bottega.run.compose import (
 )
 from bottega.run.data_summary import write_data_summary
 from bottega.run.model_size import count_parameters, describe_parameters, measure_compute
-from bottega.run.result import announce_result, print_diagnosis, write_report
+from bottega.run.result import announce_result, conclude_run
 from bottega.run.trainer_setup import TrainerSetup
 from bottega.storage.durable import delete_folder
 from bottega.tasks import dependencies, plugins
@@ -171,9 +171,7 @@ class Session:
         try:
             trainer.run()
         except Diverged as error:
-            if engine.rank == 0:
-                print_diagnosis(directory, console, failure=error)
-            write_report(recipe, directory, console, failure=error)  # it shows how the loss diverged
+            conclude_run(recipe, directory, console, failure=error)  # the report shows how the loss diverged
             raise
         if self.until is not None and progress.step < total and progress.stop is None:
             console.info(f"{directory.path}: paused at step {progress.step} of {total}; without --until it continues")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from bottega.data.loading.loader import iter_eval_batches
 from bottega.engines.torch.engine import TorchEngine
 from bottega.metrics_log import read_metrics
 from bottega.tasks.multitask.config import MultitaskRecipe
+from bottega.tasks.multitask.data import MultitaskData
 from bottega.tasks.multitask.sampler import select_part
 from bottega.tasks.recipes import load_recipe
 from small_media import image
@@ -52,6 +54,20 @@ def test_resume_is_bitwise_equal(weights: str, tmp_path: Path) -> None:
     rows = [r for r in read_metrics(uninterrupted.path / "metrics.jsonl") if r["kind"] == "train"]
     assert ("gradient_cosine" in rows[0]) == (weights == "pcgrad")
     assert ("text/weight" in rows[0]) == ("penalty" in rows[0]) == (weights == "uncertainty")
+
+
+def test_splits_of_the_part_that_shares_most_held_out_data_are_compared() -> None:
+    def build_part(validation: float, test: float) -> Any:
+        comparison = {
+            "key": "data",
+            "train": {"share": 0.1},
+            "validation": {"share": validation},
+            "test": {"share": test},
+        }
+        return SimpleNamespace(data=SimpleNamespace(compare_splits=lambda: comparison))
+
+    data = SimpleNamespace(parts={"a": build_part(0.1, 0.0), "b": build_part(0.0, 0.4)})
+    assert MultitaskData.compare_splits(data)["key"] == "data.parts.b.settings.data"  # type: ignore[arg-type]
 
 
 def test_evaluation_has_the_metrics_of_each_part_and_the_weighted_loss(run: Path) -> None:

@@ -75,8 +75,3 @@ class MachineReport:
             "not_checked": list(self.not_checked),
             "exit_code": self.exit_code,
         }
-
-
-def format_bytes(size: float) -> str:
-    """Return a number of bytes in MiB or GiB, such as "23.5 GiB"."""
-    return f"{size / 2**20:.0f} MiB" if size < 2**30 else f"{size / 2**30:.1f} GiB"

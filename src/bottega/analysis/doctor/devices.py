@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from bottega.analysis.doctor.check_result import CheckResult, Problem, format_bytes
+from bottega.analysis.doctor.check_result import CheckResult, Problem
 from bottega.analysis.doctor.cpu import Cpu, read_cpu
 from bottega.analysis.doctor.probes import ProbeResult, build_probe_command, run_probes
 from bottega.analysis.doctor.requirements import read_version
 from bottega.core.errors import EnvironmentProblem, UsageError
+from bottega.measurements import format_bytes
 
 PRODUCT_SECONDS = 120.0
 MIN_FREE_SHARE = 0.1
@@ -110,7 +111,7 @@ def check_products(probe: ProbeResult, selected: str) -> CheckResult:
                 "devices",
                 f"checking {step} failed: {probe.error}",
                 "if it happens again, restart the machine, or train on another device (device=cpu)",
-                stops_training=selected in step,
+                stops_training=selected in step.split(),
             )
         )
     return CheckResult("matrix products", tuple(lines), {"products": products}, tuple(problems))

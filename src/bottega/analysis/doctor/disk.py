@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bottega.analysis.doctor.check_result import CheckResult, Problem, format_bytes
+from bottega.analysis.doctor.check_result import CheckResult, Problem
 from bottega.core.errors import UsageError
+from bottega.measurements import format_bytes
 
 TEST_BYTES, BLOCK_BYTES, SMALL_BYTES = 64 << 20, 1 << 20, 4 << 10
 MAX_WRITE_SECONDS = 10.0

@@ -24,7 +24,7 @@ from bottega.analysis.doctor.packages import check_packages, describe_missing_ex
 from bottega.core.errors import first_line
 
 COMMUNICATION = "communication of two processes"
-TIMED_CHECKS = ("imports of packages", "matrix products", COMMUNICATION, "disk speed")
+TIMED_CHECKS = ("imports of packages other than torch", "matrix products", COMMUNICATION, "disk speed")
 """What --quick leaves out."""
 
 OnStep = Callable[[str], None]

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bottega.analysis.doctor.check_result import CheckResult, Problem, format_bytes
+from bottega.analysis.doctor.check_result import CheckResult, Problem
+from bottega.measurements import format_bytes
 
 SHARED_MEMORY_FOLDER = Path("/dev/shm")
 LEAST_MEMORY, LITTLE_MEMORY = 512 << 20, 2 << 30

@@ -151,14 +151,23 @@ def _collect(
             ]
         if line is None:
             errors[index] = _describe_end(processes[index], events[index], other_lines[index])
-        elif MARK in line:
-            events[index].append(json.loads(line.partition(MARK)[2]))
+        elif (event := _parse_event(line)) is not None:
+            events[index].append(event)
             deadline = time.monotonic() + (seconds if all(events) else start_seconds)
             if events[index][-1]["event"] == "start":
                 on_step(str(events[index][-1]["step"]))
         else:
             other_lines[index].append(line.strip())
     return [ProbeResult(tuple(events[i]), errors.get(i)) for i in range(len(processes))]
+
+
+def _parse_event(line: str) -> Event | None:
+    """Return the event of a line; None for what a library prints, which may interrupt an event."""
+    try:
+        event = json.loads(line.partition(MARK)[2])
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) and "event" in event else None
 
 
 def _describe_end(process: subprocess.Popen[str], events: Sequence[Event], other_lines: Sequence[str]) -> str | None:

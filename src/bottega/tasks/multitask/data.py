@@ -42,13 +42,13 @@ class MultitaskData(TaskData):
         return [*notes, self._describe_sharing()]
 
     def compare_splits(self) -> dict[str, Any]:
-        """Return the comparison of the part that shares most of its validation data, then of the one with most duplicates."""
+        """Return the comparison of the part that shares most of its held-out data, then of the one with most duplicates."""
         comparisons = [
             {**comparison, "key": f"data.parts.{name}.settings.{comparison['key']}"}
             for name, part in self.parts.items()
             if (comparison := part.data.compare_splits())
         ]
-        return max(comparisons, key=_measure_copies, default={})
+        return max(comparisons, key=_measure_overlap, default={})
 
     def training(self) -> Source:
         sources = {name: part.data.training() for name, part in self.parts.items()}
@@ -105,8 +105,9 @@ class MultitaskData(TaskData):
         return name, path
 
 
-def _measure_copies(comparison: Mapping[str, Any]) -> tuple[float, float]:
-    return comparison.get("validation", {"share": 0.0})["share"], comparison["train"]["share"]
+def _measure_overlap(comparison: Mapping[str, Any]) -> tuple[float, float]:
+    held_out = max((comparison[name]["share"] for name in ("validation", "test") if name in comparison), default=0.0)
+    return held_out, comparison["train"]["share"]
 
 
 def _zip_existing(sources: Mapping[str, Source | None]) -> Source | None:
