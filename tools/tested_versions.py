@@ -11,8 +11,8 @@ import tomllib
 from pathlib import Path
 
 from bottega.analysis.doctor.requirements import (
-    DEVELOPMENT_EXTRA,
     TESTED_VERSIONS_FILE,
+    UNLISTED_EXTRAS,
     format_tested_versions,
     parse_requirement,
 )
@@ -25,7 +25,7 @@ def build_text() -> str:
     extras = project["optional-dependencies"]
     lines = [
         *project["dependencies"],
-        *(line for extra in extras if extra != DEVELOPMENT_EXTRA for line in extras[extra]),
+        *(line for extra in extras if extra not in UNLISTED_EXTRAS for line in extras[extra]),
     ]
     constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8")
     return format_tested_versions(constraints, [parse_requirement(line) for line in lines])

@@ -27,7 +27,7 @@ class StopRequested(KeyboardInterrupt):
 
     def __init__(self, number: int) -> None:
         super().__init__(
-            f"stopped by {signal.Signals(number).name}; run the same command again to resume from what is saved"
+            f"stopped by {signal.Signals(number).name}; run the same command again; it continues from what was saved, if anything was"
         )
         self.code = get_exit_code(number)
 

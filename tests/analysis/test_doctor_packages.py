@@ -34,6 +34,29 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
     return versions
 
 
+def test_file_that_shadows_a_package_is_named(
+    tmp_path: Path, installed: dict[str, str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A numpy.py on PYTHONPATH also makes torch fail; the file is reported, and torch is not."""
+    (tmp_path / "numpy.py").write_text("raise ImportError('boo')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(packages, "import_modules", lambda modules, *, on_step: {"numpy": "ImportError: boo"})
+    result = check_packages(imports=True, on_step=ignore_step, torch_error="ImportError: boo")
+    (problem,) = result.problems
+    assert f"is installed, but {tmp_path / 'numpy.py'} is imported instead: ImportError: boo" in problem.message
+    assert problem.remedy == "rename that file, or remove its folder from PYTHONPATH"
+    assert problem.stops_training
+
+
+def test_package_that_needs_more_memory_is_not_to_be_reinstalled(
+    installed: dict[str, str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors = {"scipy": "ImportError: libfoo.so: failed to map segment from shared object"}
+    monkeypatch.setattr(packages, "import_modules", lambda modules, *, on_step: errors)
+    (problem,) = check_packages(imports=True, on_step=ignore_step).problems
+    assert "ulimit -v" in problem.remedy
+
+
 def test_tested_versions_are_those_of_constraints_txt() -> None:
     text = runpy.run_path(str(ROOT / "tools" / "tested_versions.py"))["build_text"]()
     assert requirements.TESTED_VERSIONS_FILE.read_text() == text, "run python tools/tested_versions.py"

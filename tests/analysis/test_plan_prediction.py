@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -190,6 +191,39 @@ def test_prices(text: str, price: float) -> None:
 def test_bad_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str) -> None:
     assert cli.main(plan_words(tmp_path, *flags)) == 2
     assert message in capsys.readouterr().err
+
+
+def test_checkpoints_that_do_not_fit_on_the_disk_are_a_problem(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of them fit, so that train would start; the third would fill the disk."""
+    code, report = run_plan(capsys, tmp_path)
+    real, size = shutil.disk_usage(tmp_path), report["prediction"]["checkpoint_bytes"]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: real._replace(free=int(2.5 * size)))
+    code, report = run_plan(capsys, tmp_path)
+    assert code == report["exit_code"] == 5
+    assert "lower checkpoint.keep or free some space" in report["problems"][0]
+
+
+def test_plan_without_a_recipe_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan"]) == 2
+    assert "name a recipe" in capsys.readouterr().err
+
+
+def test_micro_batch_beyond_the_batch_has_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, report = run_plan(capsys, tmp_path, **{"training.micro_batch_size": 700})
+    assert "training.micro_batch_size: 700 has no effect, because a batch has 4 samples" in report["notes"]
+
+
+@pytest.mark.parametrize("recipe", ["align", "video", "image", "recall/lasting", "classify/spiking"])
+def test_memory_of_bundled_recipes_is_predicted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, recipe: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    cli.main(["plan", recipe, "device=cuda", "training.compile=false", "--json"])
+    prediction = json.loads(capsys.readouterr().out)["prediction"]
+    assert prediction["memory"]["peak"] > 0, prediction["notes"]
+    assert prediction["checkpoint_bytes"] > 0
 
 
 def test_memory_that_fits_nothing_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

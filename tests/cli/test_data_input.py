@@ -735,7 +735,7 @@ def test_interrupted_and_killed_preparation_resumes(
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         os.killpg(process.pid, number) if number == signal.SIGINT else process.kill()
         _, err = process.communicate(timeout=200)
-        line = "bottega: stopped by SIGINT; run the same command again to resume from what is saved\n"
+        line = "bottega: stopped by SIGINT; run the same command again; it continues from what was saved, if anything was\n"
         assert (process.returncode, err) == (code, line if number == signal.SIGINT else "")
         wait_until(lambda children=children: not any(map(is_running, children)))
     done = run_bottega(arguments[3:], env={"XDG_CACHE_HOME": str(cache)})

@@ -252,3 +252,8 @@ def test_shape_errors_name_the_recipe_key(fields: dict[str, Any], message: str) 
     with pytest.raises(ValidationError) as caught:
         ExpertsShape(**{"hidden_size": 8, "expert_size": 8, "num_experts": 4, **fields})
     assert re.match(message, format_shape_error(caught.value, keys_by_field={"top_k": "experts_per_token"}))
+
+
+def test_beginning_of_a_recipe_name_suggests_it() -> None:
+    with pytest.raises(UsageError, match="lang: no bundled recipe of this name; did you mean language or "):
+        load_recipe(["lang"])

@@ -264,8 +264,17 @@ def test_disk_space_check_refuses_or_warns_before_training(
     check_disk_space(tmp_path, size=300, keep=3)
     assert capsys.readouterr().err == (
         "bottega: checkpoint.keep=3 needs 1,200 bytes (one more checkpoint while replacing), 1,000 are available; "
-        "lower checkpoint.keep\n"
+        "lower checkpoint.keep or free some space\n"
     )
+    shortages: list[str] = []
+    check_disk_space(tmp_path, size=240, keep=3, warn=shortages.append)
+    assert shortages == [], "four fit"
+    check_disk_space(tmp_path, size=240, keep=3, has_best=True, warn=shortages.append)
+    assert shortages == [
+        "checkpoint.keep=3 needs 1,200 bytes (the best, and one more while replacing), 1,000 are available; "
+        "lower checkpoint.keep or free some space"
+    ]
+    assert capsys.readouterr().err == ""
     check_disk_space(tmp_path, size=100, keep=3)
     assert capsys.readouterr().err == ""
     # Older checkpoints will be deleted to make room, but not for the first save.

@@ -41,6 +41,19 @@ def test_overfitting_suggests_the_length_with_the_same_sum_of_learning_rates(tmp
     assert int(value) == pytest.approx(0.64 * 400, abs=6)
 
 
+def test_overfitting_in_the_warm_up_suggests_no_fewer_steps_than_to_the_best_evaluation(tmp_path: Path) -> None:
+    """At a rate that rises in a straight line from 0, the first fifth of the steps has a 25th of the sum."""
+    run = write_recorded_run(
+        tmp_path / "run", validation={"loss": [0.5, 0.9, 0.9, 0.9, 0.9]}, settings={"training.num_epochs": 5}
+    )
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = [{**row, "learning_rate": row["step"]} if row["kind"] == "train" else row for row in rows]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    finding = find(run, "overfitting")
+    assert finding is not None
+    assert finding.override == "training.max_steps=80 training.num_epochs=null"
+
+
 def test_overfitting_of_a_run_that_was_stopped_never_suggests_a_longer_one(tmp_path: Path) -> None:
     run = write_recorded_run(
         tmp_path / "run", validation={"loss": [1.0, 0.5, 0.9, 0.9, 0.9]}, final_rate=1.0, planned_steps=4000
@@ -233,7 +246,7 @@ def test_a_run_in_training_is_not_judged_by_its_end(tmp_path: Path) -> None:
         planned_steps=1000,
     )
     reason = apply_all(run).not_checked["slow-convergence"]
-    assert reason == "the run is at step 400 of 1,000; it is judged when it has ended"
+    assert reason == "the run has 400 of 1,000 steps; this is judged at its end"
     progress = {"step": 400, "total": 1000, "stop": "no better loss for 3 evaluations"}
     checkpoint.write(run / "checkpoints", step=400, files={}, progress=progress, fingerprint={})
     assert find(run, "slow-convergence") is not None, "early stopping has ended it"
@@ -379,6 +392,28 @@ def test_accuracy_within_two_standard_errors_of_the_largest_class_is_chance(
     finding = find(run, "metric-at-chance")
     assert (finding is not None) == is_ill
     assert finding is None or finding.override == "model.hidden_size=128"
+
+
+def test_accuracy_that_no_classifier_could_exceed_is_not_checked(tmp_path: Path) -> None:
+    """With 98 % of one class, 100 validation samples cannot show more than a guess, whatever the accuracy is."""
+    run = write_recorded_run(
+        tmp_path / "run",
+        validation={"accuracy": [0.9, 1.0, 1.0]},
+        data={"classes": {"a": 980, "b": 20}, "splits": {"train": 1000, "validation": 100}},
+    )
+    assert "cannot tell more from it" in apply_all(run).not_checked["metric-at-chance"]
+
+
+def test_chance_is_that_of_the_validation_classes(tmp_path: Path) -> None:
+    """The training data is balanced, and 0.8 is the share of the largest class of the validation data."""
+    run = write_recorded_run(tmp_path / "run", validation={"accuracy": [0.8, 0.8, 0.8]})
+    assert find(run, "metric-at-chance") is None
+    (run / "evaluation" / "validation").mkdir(parents=True)
+    per_class = {"a": {"support": 320, "recall": 1.0}, "b": {"support": 80, "recall": 0.0}}
+    (run / "evaluation" / "validation" / "metrics.json").write_text(json.dumps({"per_class": per_class}))
+    finding = find(run, "metric-at-chance")
+    assert finding is not None
+    assert "guessing gives 0.800" in finding.evidence
 
 
 def test_classifier_that_ranks_well_is_not_at_chance(tmp_path: Path) -> None:

@@ -281,7 +281,7 @@ def test_checkpoint_size_is_checked_before_the_first_step(
     """The size excludes the frozen base and includes the state of techniques."""
     requested_sizes: list[int] = []
     monkeypatch.setattr(
-        "bottega.run.session.check_disk_space", lambda folder, *, size, keep: requested_sizes.append(size)
+        "bottega.run.session.check_disk_space", lambda folder, *, size, **options: requested_sizes.append(size)
     )
     recipe, settings = language(bases, tmp_path)
     paths = (settings.pop("data.train.path"), str(small_run.write_text(tmp_path / "second.txt", seed=2)))

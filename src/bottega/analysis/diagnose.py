@@ -8,27 +8,29 @@ from pathlib import Path
 from typing import Any
 
 from bottega.analysis.runs import find_runs
-from bottega.core.errors import UsageError
+from bottega.core.errors import EnvironmentProblem, UsageError, first_line
 from bottega.core.rundir import split_checkpoint_path
 from bottega.diagnosis.rules import RULES, apply_rules
 from bottega.run_files.record import read_record
 
 
 def diagnose(run: str | Path) -> dict[str, Any]:
-    """`bottega.diagnose`: apply the rules to a run; return `run`, `state`, `step`, `findings`, `lines`, `not_checked` and `notes`."""
+    """`bottega.diagnose`: apply the rules to a run; return `run`, `state`, `reason`, `step`, `findings`, `lines`, `not_checked` and `notes`."""
     path = split_checkpoint_path(Path(run))[0]
     if not path.is_dir():
         raise UsageError(f"{path} is not a run: there is no such folder")
     record = read_record(path)
     diagnosis = apply_rules(record)
     notes = list(record.notes)
-    if count := record.log.num_bad_lines:
-        notes.append(
-            f"{count:,} line{'s' if count > 1 else ''} of metrics.jsonl {'are' if count > 1 else 'is'} damaged and left out"
-        )
+    for name, count in (("metrics.jsonl", record.log.num_bad_lines), ("modules.jsonl", record.modules.num_bad_lines)):
+        if count:
+            notes.append(
+                f"{count:,} line{'s' if count > 1 else ''} of {name} {'are' if count > 1 else 'is'} damaged and left out"
+            )
     return {
         "run": str(path),
         "state": record.state["state"],
+        "reason": record.state["reason"],
         "step": record.state["step"] or max((row["step"] for row in record.log.last_rows.values()), default=0),
         "logged_rows": record.log.num_rows,
         **diagnosis.to_plain_dict(),
@@ -49,13 +51,21 @@ def diagnose_all(names: Sequence[str]) -> tuple[list[dict[str, Any]], list[str]]
     for name in names:
         is_pattern = glob.has_magic(name) and not Path(name).exists()
         matches = [run for path in sorted(glob.glob(name)) for run in _expand(Path(path))] if is_pattern else []
-        matches = matches or _expand(Path(name))
+        matches = matches or (_expand(Path(name)) if name else [])
         if not matches:
-            notes.append(_explain_missing(Path(name), is_pattern=is_pattern))
+            notes.append(_explain_missing(name, is_pattern=is_pattern))
         paths += matches
     if not paths:
         raise UsageError("; ".join(notes))
-    return [diagnose(path) for path in dict.fromkeys(paths)], notes
+    reports: list[dict[str, Any]] = []
+    for path in dict.fromkeys(paths):
+        try:
+            reports.append(diagnose(path))
+        except OSError as error:  # the others are still diagnosed
+            notes.append(f"{path} cannot be read: {error.strerror or first_line(error)}")
+    if not reports:
+        raise EnvironmentProblem("; ".join(notes))
+    return reports, notes
 
 
 def _expand(path: Path) -> list[Path]:
@@ -66,9 +76,12 @@ def _expand(path: Path) -> list[Path]:
     return [run] if (run / "metrics.jsonl").is_file() else find_runs(run)
 
 
-def _explain_missing(path: Path, *, is_pattern: bool) -> str:
+def _explain_missing(name: str, *, is_pattern: bool) -> str:
+    path = Path(name)
     if is_pattern:
         return f"{path} matches no run"
+    if not name:
+        return "an empty name is not a run"
     if "=" in path.name:
         return f"{path}: diagnose takes no settings; name runs or folders of runs"
     if not path.exists():
@@ -79,9 +92,13 @@ def _explain_missing(path: Path, *, is_pattern: bool) -> str:
 def format_report(report: dict[str, Any]) -> str:
     """Format the diagnosis of a run for the terminal: its state, a line for each finding, and what could not be checked."""
     head = f"{report['run']}: {report['state']}, step {report['step']:,}"
+    if report["reason"]:
+        head += f" ({report['reason']})"
     notes = [f"note: {note}" for note in report["notes"]]
     if not report["logged_rows"] and not report["findings"]:
-        return "\n".join([f"{head}; nothing to diagnose, because metrics.jsonl has no logged step", *notes])
+        return "\n".join(
+            [f"{head}; nothing to diagnose, because no logged step can be read from metrics.jsonl", *notes]
+        )
     lines = [head, *report["lines"], *notes]
     if not report["findings"]:
         num_checked = len(RULES) - len(report["not_checked"])

@@ -19,6 +19,9 @@ RESERVE = {"cuda": 1 << 30}
 FRAGMENTATION = 1.05
 """Memory that the allocator needs, relative to the tensors: free pieces between them that are too small to use."""
 
+USUAL_PREDICTIONS = 3
+"""Predictions that find the largest micro-batch: the recipe's, one sample, and one between."""
+
 
 class Fit(NamedTuple):
     """The largest micro-batch that fits with some settings. The fields are keys of `fit.rows` in `bottega plan --json`."""
@@ -52,25 +55,28 @@ def fit_memory(
     usable = max(0, memory - reserve) / FRAGMENTATION
     choices = _list_choices(predictor)
     rows: list[Fit] = []
+    total = USUAL_PREDICTIONS * len(choices)
     for number, training in enumerate(choices):
-        report_progress(number, len(choices))
+        report_progress(USUAL_PREDICTIONS * number, total)
+        count_prediction = _build_counter(report_progress, USUAL_PREDICTIONS * number, total)
         try:
-            rows.append(_find_largest_micro_batch(predictor, training, usable))
+            rows.append(_find_largest_micro_batch(predictor, training, usable, count_prediction=count_prediction))
         except (BottegaError, PredictionUnavailable) as reason:
             if number > 0:
                 continue  # a model without gradient checkpointing
             if isinstance(reason, BottegaError):
                 raise
             raise UsageError(f"--fit: the memory of this recipe cannot be predicted: {reason}; use --memory") from None
-    report_progress(len(choices), len(choices))
+    report_progress(total, total)
     fitting = [row for row in rows if row.micro_batch_size is not None]
     if not fitting:
         smallest = min(rows, key=lambda row: row.peak)
         raise OutOfMemory(
             f"nothing fits in {format_bytes(memory)}: one sample in {smallest.precision}"
             f"{' with gradient checkpointing' if smallest.gradient_checkpointing else ''} is predicted to need "
-            f"{format_bytes(smallest.peak)}, and {format_bytes(max(reserve, memory - usable))} are kept for the GPU's driver and for "
-            "fragmentation; use a smaller model, or train a part of it (techniques: lora)"
+            f"{format_bytes(smallest.peak)}, and {format_bytes(max(reserve, memory - usable))} are kept for "
+            f"{'the driver of the GPU and ' if reserve else ''}fragmentation; use a smaller model, or train a part of it "
+            "(techniques: lora)"
         )
     best = fitting[0]  # the one that recomputes least
     return {
@@ -82,6 +88,12 @@ def fit_memory(
         "best": best._asdict(),
         "overrides": _list_overrides(predictor, best),
     }
+
+
+def _build_counter(report_progress: Callable[[int, int], None], start: int, total: int) -> Callable[[], None]:
+    """Return a function that advances the progress by one prediction, and by USUAL_PREDICTIONS at most."""
+    positions = iter(range(start + 1, start + USUAL_PREDICTIONS))
+    return lambda: report_progress(next(positions, start + USUAL_PREDICTIONS), total)
 
 
 def _list_choices(predictor: MemoryPredictor) -> list[Training]:
@@ -97,7 +109,9 @@ def _list_choices(predictor: MemoryPredictor) -> list[Training]:
     ]
 
 
-def _find_largest_micro_batch(predictor: MemoryPredictor, training: Training, usable: float) -> Fit:
+def _find_largest_micro_batch(
+    predictor: MemoryPredictor, training: Training, usable: float, *, count_prediction: Callable[[], None]
+) -> Fit:
     """Return the largest power of two, or the recipe's own micro-batch, whose predicted peak fits.
 
     Memory grows by about the same bytes with each sample, so two predictions tell where to look, and a third confirms it.
@@ -108,7 +122,9 @@ def _find_largest_micro_batch(predictor: MemoryPredictor, training: Training, us
         return Fit(predictor.resolve_precision(training), training.gradient_checkpointing, size, peak, passes)
 
     def predict(size: int) -> int:
-        return predictor.predict(training, micro_batch_size=None if size == predictor.batch_size else size).peak
+        memory = predictor.predict(training, micro_batch_size=None if size == predictor.batch_size else size)
+        count_prediction()
+        return memory.peak
 
     largest = min(resolve_micro_batch_size(predictor.recipe) or predictor.batch_size, predictor.batch_size)
     peak = predict(largest)

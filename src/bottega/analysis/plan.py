@@ -67,6 +67,8 @@ def plan_command(words: list[str], *, show: bool, options: PlanOptions = DEFAULT
 
     A file that fits several tasks is a partial recipe, and is only checked against their schemas.
     """
+    if not words:
+        raise UsageError("name a recipe: bottega plan language; bottega recipes lists them")
     sources, overrides = parse_words(words)
     return plan_recipe(sources, overrides, show=show, options=options)
 
@@ -211,8 +213,8 @@ def _check_data(
     resolved = dependencies.resolve_references(recipe)
     workload = prepare_workload(resolved, Console(unit="samples", quiet=quiet))
     problems = find_size_problems(recipe, workload.task) if has_device else []
-    problems = problems or find_disk_problems(recipe, workload.task)
     plan = build_training_plan(resolved, workload)
+    problems = problems or find_disk_problems(recipe, workload.task, has_validation=plan.validation is not None)
     invalid = [*find_data_problems(recipe, plan), *find_model_problems(recipe, plan)]
     raise_all([*invalid, *problems] if invalid else [])
     return plan, [*plan.notes, *list_adjusted_settings(recipe, plan)], problems

@@ -37,9 +37,14 @@ def find_recipe(name: str, *, base_folder: Path | None = None) -> tuple[Path, st
     raise UsageError(f"{name}: no bundled recipe of this name; {hint}")
 
 
+MIN_PREFIX_LENGTH = 3
+
+
 def _find_similar_recipes(name: str) -> list[str]:
-    """Return up to three recipes of a similar name, or with a similar part after the slash."""
+    """Return up to three recipes of a similar name, that begin with it, or with a similar part after the slash."""
     similar = find_similar_names(name, list_recipe_names(), count=3)
+    if not similar and len(name) >= MIN_PREFIX_LENGTH:
+        similar = sorted((recipe for recipe in list_recipe_names() if recipe.startswith(name)), key=len)[:3]
     if not similar:
         recipe_by_last_part = {recipe.rpartition("/")[2]: recipe for recipe in list_recipe_names()}
         similar = [

@@ -155,8 +155,13 @@ def explain_os_error(error: OSError, path: Path, needed_bytes: int = 0) -> Botte
     return EnvironmentProblem(f"cannot write {path}: {reason}{size_note}{advice}")
 
 
-def check_disk_space(folder: Path, *, size: int, keep: int) -> None:
-    """Raise if two checkpoints of `size` bytes do not fit on the disk; warn if `keep` + 1 of them do not."""
+def check_disk_space(
+    folder: Path, *, size: int, keep: int, has_best: bool = False, warn: Callable[[str], None] | None = None
+) -> None:
+    """Raise if two checkpoints of `size` bytes do not fit on the disk; warn if all that are there at once do not.
+
+    These are `keep`, one more while it replaces another, and with `has_best` that of the best evaluation.
+    """
     free = shutil.disk_usage(folder).free
     # Checkpoints from before a resume are deleted as new ones are saved, so their bytes count as free.
     files = (file for step in checkpoint.list_step_folders(folder) for file in step.iterdir())
@@ -166,8 +171,11 @@ def check_disk_space(folder: Path, *, size: int, keep: int) -> None:
             f"cannot write {folder}: replacing a checkpoint needs {2 * size:,} bytes, {free:,} bytes are free; free some "
             "space, or choose another output_dir"
         )
-    if size * (keep + 1) > available:
-        print_notice(
-            f"bottega: checkpoint.keep={keep} needs {(keep + 1) * size:,} bytes (one more checkpoint while replacing), "
-            f"{available:,} are available; lower checkpoint.keep"
+    count = keep + 1 + has_best
+    if size * count > available:
+        others = "the best, and one more while replacing" if has_best else "one more checkpoint while replacing"
+        text = (
+            f"checkpoint.keep={keep} needs {count * size:,} bytes ({others}), {available:,} are available; "
+            "lower checkpoint.keep or free some space"
         )
+        print_notice(f"bottega: {text}") if warn is None else warn(text)

@@ -15,7 +15,7 @@ from bottega.diagnosis.overrides import (
     suggest_capacity,
     suggest_lower_rate,
 )
-from bottega.diagnosis.series import get_metric, get_task
+from bottega.diagnosis.series import get_metric, get_task, require_data
 from bottega.run_files.record import RunRecord
 
 NUM_STANDARD_ERRORS = 2.0
@@ -37,6 +37,8 @@ def find_metric_at_chance(record: RunRecord) -> Finding | None:
     last = values[-NUM_LAST_EVALUATIONS:]
     value = float(np.median(last))
     noise = math.sqrt(chance * (1 - chance) / count)
+    if chance + NUM_STANDARD_ERRORS * noise >= 1:
+        raise NotRecorded(f"guessing gives {chance:.3f}, and {count:,} validation samples cannot tell more from it")
     if value > chance + NUM_STANDARD_ERRORS * noise:
         return None
     auroc = record.log.get("eval", "auroc")
@@ -54,8 +56,9 @@ def find_metric_at_chance(record: RunRecord) -> Finding | None:
 def get_chance_level(record: RunRecord) -> tuple[str, float]:
     """Return the accuracy of a run and its value for a guess. Raise NotRecorded for tasks without one."""
     task = get_task(record)
+    require_data(record)
     if task in ("classify", "routing") and not record.get("data.multi_label"):
-        counts = [count for count in record.data.get("classes", {}).values() if isinstance(count, int)]
+        counts = _count_classes(record)
         if sum(counts) > 0:
             return "accuracy", max(counts) / sum(counts)
     if task == "recall" and isinstance(count := record.get("data.num_values"), int):
@@ -63,6 +66,14 @@ def get_chance_level(record: RunRecord) -> tuple[str, float]:
     if task == "align" and isinstance(count := record.get("model.negatives"), int):
         return "accuracy", 1 / (count + 1)
     raise NotRecorded(f"{task} has no metric whose value for a guess is known")
+
+
+def _count_classes(record: RunRecord) -> list[int]:
+    """Return the number of samples of each class: of the validation data if it was counted there, else of the training data."""
+    per_class = record.evaluation.get("per_class")
+    if isinstance(per_class, dict) and sum(counts := [int(row["support"]) for row in per_class.values()]) > 0:
+        return counts
+    return [count for count in record.data.get("classes", {}).values() if isinstance(count, int)]
 
 
 def suggest_against_chance(record: RunRecord) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from bottega.diagnosis.finding import Finding, NotRecorded
-from bottega.diagnosis.series import get_metric
+from bottega.diagnosis.series import get_metric, require_data
 from bottega.run_files.record import RunRecord
 
 HELD_OUT = ("validation", "test")
@@ -86,6 +86,7 @@ def _describe_sampling(train: Mapping[str, Any]) -> str:
 
 
 def _get_comparison(record: RunRecord) -> dict[str, Any]:
+    require_data(record)
     comparison = record.data.get("duplicates")
     if comparison == {}:
         raise NotRecorded(f"samples of the task {record.state['task']} are not compared")
@@ -110,6 +111,7 @@ def _suggest_deduplication(record: RunRecord, key: str) -> str:
 
 def find_class_imbalance(record: RunRecord) -> Finding | None:
     """Rare classes are recognised far less often than the others."""
+    require_data(record)
     classes, task = record.data.get("classes"), record.state["task"]
     if task != "classify" or record.get("data.multi_label") or not classes or len(classes) < 2:
         return None  # other tasks have no class weights, and several labels of a sample are not counted
@@ -174,6 +176,7 @@ def find_small_validation(record: RunRecord) -> Finding | None:
     """The validation metric is too uncertain to compare evaluations or runs."""
     if not _has_plain_samples(record):
         return None
+    require_data(record)
     num_samples = record.data.get("splits", {}).get("validation")
     if num_samples is None:
         raise NotRecorded("the run has no validation data")

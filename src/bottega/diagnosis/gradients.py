@@ -15,7 +15,7 @@ from bottega.diagnosis.overrides import (
     suggest_fewer_layers,
     suggest_lower_rate,
 )
-from bottega.diagnosis.series import get_metric, get_training_curve, thin
+from bottega.diagnosis.series import explain_missing_modules, get_metric, get_training_curve, thin
 from bottega.run_files.record import RunRecord
 
 EXPLODING_FACTOR = 50.0
@@ -72,9 +72,8 @@ def find_vanishing_gradients(record: RunRecord) -> Finding | None:
         norms[name] = float(np.median(values[len(values) // 2 :]))
     blocks = {name: norm for name, norm in norms.items() if _BLOCK.search(name)}
     if len(blocks) < 2:
-        reason = (
-            "the model has fewer than two blocks" if norms else "no gradient norms of modules; set logging.modules=true"
-        )
+        missing = f"no gradient norms of modules{explain_missing_modules(record)}"
+        reason = "the model has fewer than two blocks" if norms else missing
         raise NotRecorded(reason)
     weakest, strongest = min(blocks, key=blocks.__getitem__), max(norms, key=norms.__getitem__)
     if norms[weakest] >= VANISHING_RATIO * norms[strongest]:

@@ -34,7 +34,8 @@ def find_dead_units(record: RunRecord) -> Finding | None:
     fractions = record.modules.series.get("dead_fraction", {})
     num_rows = max(map(len, fractions.values()), default=0)
     if num_rows < MIN_MODULE_ROWS:
-        raise NotRecorded(f"{num_rows} rows of modules.jsonl with dead_fraction; {MIN_MODULE_ROWS} are needed")
+        rows = f"{num_rows} row{'s' if num_rows != 1 else ''} of modules.jsonl"
+        raise NotRecorded(f"{rows} with dead_fraction, at least {MIN_MODULE_ROWS} needed")
     # A loss of exactly 0 has no gradient at all, which is not the fault of any unit.
     has_gradient = {
         step

@@ -123,14 +123,16 @@ def suggest_shorter_run(record: RunRecord, step: int) -> str:
     """Return the override for a run whose learning rates sum to those of this run up to `step`.
 
     A run of `step` steps would decay its rate by then and so learn less than this run had: twice as many steps are right
-    where a cosine schedule was still near its peak.
+    where a cosine schedule was still near its peak. At least `step` of them: in a warm-up, the rates sum to less.
     """
     steps, rates = get_rates(record)
     weights = rates * np.diff(steps, prepend=0)
     share = weights[steps <= step].sum() / weights.sum()
     # A run that was stopped early, or still trains, has not come as far as its recipe says.
-    num_steps = max(1, round(share * min(get_num_steps(record), int(steps[-1]))))
+    num_steps = max(step, round(share * min(get_num_steps(record), int(steps[-1]))))
     words = [f"training.max_steps={num_steps}"]
+    if record.get("training.num_epochs") is not None:
+        words.append("training.num_epochs=null")
     warmup = record.get("training.scheduler.warmup_steps")
     if isinstance(warmup, int) and warmup >= num_steps:
         words.append(f"training.scheduler.warmup_steps={num_steps // 10}")

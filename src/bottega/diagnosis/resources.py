@@ -128,7 +128,8 @@ def find_memory_pressure(record: RunRecord) -> Finding | None:
     has_failed = OUT_OF_MEMORY in str(record.state.get("reason"))
     if not isinstance(peak, int) or not isinstance(total, int) or total <= 0:
         if not has_failed:
-            raise NotRecorded("memory.json is written when training ends")
+            is_finished = record.state.get("state") == "finished"
+            raise NotRecorded(f"memory.json {'cannot be read' if is_finished else 'is written when training ends'}")
         peak = total = 0
     if not has_failed and peak < MAX_MEMORY_SHARE * total:
         return None

@@ -97,6 +97,12 @@ def get_task(record: RunRecord) -> str:
     return task
 
 
+def require_data(record: RunRecord) -> None:
+    """Raise NotRecorded without the summary of the data."""
+    if not record.data:
+        raise NotRecorded("data.json is missing or cannot be read")
+
+
 def is_cross_entropy(record: RunRecord) -> bool:
     """Return whether the training loss is a plain cross-entropy in nats."""
     return record.get("task") in CROSS_ENTROPY_TASKS and not record.get("techniques")
@@ -116,7 +122,7 @@ def require_finished(record: RunRecord) -> None:
     if record.state.get("state") == "finished":
         return  # perhaps by early stopping, before its last planned step
     if steps[-1] < FINISHED_FRACTION * (total := get_num_steps(record)):
-        raise NotRecorded(f"the run is at step {int(steps[-1]):,} of {total:,}; it is judged when it has ended")
+        raise NotRecorded(f"the run has {int(steps[-1]):,} of {total:,} steps; this is judged at its end")
 
 
 def has_one_distribution(record: RunRecord) -> bool:
@@ -159,9 +165,15 @@ def get_highest_update_ratio(record: RunRecord) -> float:
     return max(float(np.median(values)) for values in by_step.values())
 
 
+def explain_missing_modules(record: RunRecord) -> str:
+    """Return why there are no statistics of modules, to be appended to what is missing."""
+    is_logged = record.get("logging.modules") is True
+    return ": modules.jsonl has none that can be read" if is_logged else "; set logging.modules=true"
+
+
 def _get_update_ratios(record: RunRecord) -> list[Series]:
     """Return the series of all modules. Raise NotRecorded without statistics of modules."""
     modules = record.modules.series.get("update_ratio", {})
     if not modules:
-        raise NotRecorded("no update-to-weight ratios; set logging.modules=true")
+        raise NotRecorded(f"no update-to-weight ratios{explain_missing_modules(record)}")
     return list(modules.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -83,6 +84,34 @@ def build_meta_models(task: Task, seed: int) -> Mapping[str, nn.Module] | None:
         raise
     except Exception:  # transformers and diffusers cannot load weights on the meta device, and raise different classes
         return None
+
+
+def build_meta_models_with_frozen(task: Task, seed: int, *, max_bytes: int) -> Mapping[str, nn.Module] | None:
+    """Return the models of a task on the meta device; frozen ones that cannot be built there are loaded from their folders.
+
+    None if the trained model cannot be built on the meta device, or if these folders have more than `max_bytes`.
+    """
+    models = build_meta_models(task, seed)
+    if models is not None:
+        return models
+    specs = task.specs()
+    frozen = {name: spec for name, spec in specs.items() if name != "model"}
+    folders = [spec.config for spec in frozen.values()]
+    if not all(isinstance(folder, Path) and folder.is_dir() for folder in folders):
+        return None
+    if sum(path.stat().st_size for folder in folders for path in folder.rglob("*") if path.is_file()) > max_bytes:
+        return None
+    loaded = {name: _build_with_changes(spec, seed) for name, spec in frozen.items()}
+    try:
+        with torch.device("meta"), MetaDeviceMode():
+            model = build_model(specs["model"], seed)
+            for change in specs["model"].changes:
+                change({**loaded, "model": model}, seed)
+    except UsageError:
+        raise
+    except Exception:
+        return None
+    return {"model": model, **loaded}
 
 
 class MetaDeviceMode(TorchFunctionMode):

@@ -184,12 +184,25 @@ def _find_nearest_existing(path: Path) -> Path:
     return next(folder for folder in (absolute, *absolute.parents) if os.path.lexists(folder))
 
 
-def find_disk_problems(recipe: Recipe, task: Task) -> list[BottegaError]:
-    """Return a problem if the checkpoints do not fit on the disk, estimated from the shape of the model."""
+def find_disk_problems(recipe: Recipe, task: Task, *, has_validation: bool) -> list[BottegaError]:
+    """Return a problem if the checkpoints do not fit on the disk, estimated from the shape of the model.
+
+    `train` starts if two of them fit, with a warning, and ends with the same exit code once the disk is full.
+    """
     backend, is_frozen = open_backend(recipe.engine), find_injection(recipe) is not None
     estimate = backend.estimate_memory(task, recipe.training, seed=recipe.seed, is_frozen=is_frozen)
     folder = find_checkpoint_folder(recipe)
-    return _collect(lambda: check_disk_space(folder, size=estimate.checkpoint, keep=recipe.checkpoint.keep))
+    shortages: list[str] = []
+    problems = _collect(
+        lambda: check_disk_space(
+            folder,
+            size=estimate.checkpoint,
+            keep=recipe.checkpoint.keep,
+            has_best=has_validation,
+            warn=shortages.append,
+        )
+    )
+    return [*problems, *map(EnvironmentProblem, shortages)]
 
 
 def find_checkpoint_folder(recipe: Recipe) -> Path:
@@ -207,6 +220,11 @@ def list_unused_settings(recipe: Recipe) -> list[str]:
         lines.append(f"distributed.enabled: false, so not used: {', '.join(f'distributed.{key}' for key in unused)}")
     elif distributed.offload and _get_device_type(recipe) == "cpu":
         lines.append("distributed.offload has no effect on a CPU, where the optimizer state is in host memory anyway")
+    micro_batch_size, batch_size = recipe.training.micro_batch_size, recipe.training.batch_size
+    if isinstance(micro_batch_size, int) and micro_batch_size > batch_size:
+        lines.append(
+            f"training.micro_batch_size: {micro_batch_size} has no effect, because a batch has {batch_size} samples"
+        )
     return lines
 
 

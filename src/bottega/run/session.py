@@ -269,7 +269,12 @@ class Session:
             workload.processor.save(directory.processor)
         except OSError as error:
             raise explain_os_error(error, directory.processor) from None
-        check_disk_space(directory.checkpoints, size=engine.checkpoint_bytes(), keep=self.recipe.checkpoint.keep)
+        check_disk_space(
+            directory.checkpoints,
+            size=engine.checkpoint_bytes(),
+            keep=self.recipe.checkpoint.keep,
+            has_best=plan.validation is not None,
+        )
 
     def _print_summary(self, workload: Workload, engine: Engine, progress: Progress) -> None:
         """Print task, model size, device and length of the run."""

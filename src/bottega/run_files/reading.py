@@ -25,6 +25,20 @@ def is_regular_file(path: Path, run: Path) -> bool:
     return path.is_file() and is_part_of(path, run)
 
 
+def is_readable(path: Path, run: Path, notes: list[str]) -> bool:
+    """Return whether a file of a run can be read; if it is there and cannot, `notes` say why."""
+    if not is_regular_file(path, run):
+        if path.exists() or path.is_symlink():
+            notes.append(f"{path.name} is not a file of this run and is left out")
+        return False
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        notes.append(f"{path.name} cannot be read: {error.strerror}")
+        return False
+    return True
+
+
 def list_folder(folder: Path, run: Path) -> list[Path]:
     """Return the content of a folder of a run, sorted; nothing of a folder that is missing or outside of the run."""
     try:

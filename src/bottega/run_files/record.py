@@ -10,7 +10,7 @@ from bottega.core.errors import UsageError
 from bottega.core.rundir import RunDirectory
 from bottega.run_files.configuration import get_value, read_configuration
 from bottega.run_files.logs import MetricsLog, ModuleLog, read_metrics_log, read_module_log
-from bottega.run_files.reading import is_regular_file, read_json_object
+from bottega.run_files.reading import is_readable, read_json_object
 from bottega.run_files.state import describe_run
 
 
@@ -53,8 +53,8 @@ def read_record(path: Path, *, is_running: bool | None = None, failure: str | No
         memory=read_json_object(path / "memory.json", path, notes),
         evaluation=read_json_object(path / "evaluation" / "validation" / "metrics.json", path, notes),
         profile=read_json_object(path / "profile" / "operations.json", path, notes),
-        log=read_metrics_log(directory.metrics) if is_regular_file(directory.metrics, path) else MetricsLog(),
+        log=read_metrics_log(directory.metrics) if is_readable(directory.metrics, path, notes) else MetricsLog(),
         state=describe_run(path, path.parent, is_running=is_running, failure=failure),
-        modules=read_module_log(modules) if is_regular_file(modules, path) else ModuleLog(),
+        modules=read_module_log(modules) if is_readable(modules, path, notes) else ModuleLog(),
         notes=tuple(notes),
     )

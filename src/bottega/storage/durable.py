@@ -326,6 +326,9 @@ def is_locked(path: Path) -> bool:
             return False
     except (ValueError, TypeError, AttributeError, RecursionError):
         pass  # a process is writing the lock file now
+    except OSError:  # not a file
+        os.close(handle)
+        return False
     try:
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

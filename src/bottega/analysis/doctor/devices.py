@@ -56,8 +56,11 @@ def select_device(device: str, probe: ProbeResult) -> str:
     raise EnvironmentProblem(f"device: {device} is not available: {reason}")
 
 
-def check_devices(probe: ProbeResult, selected: str) -> CheckResult:
-    """Report CPU, torch, GPUs and driver; problems of the selected device stop training."""
+def check_devices(probe: ProbeResult, selected: str, *, is_import_explained: bool = False) -> CheckResult:
+    """Report CPU, torch, GPUs and driver; problems of the selected device stop training.
+
+    `is_import_explained`: why torch cannot be imported is reported already.
+    """
     cpu = read_cpu()
     torch = next(iter(probe.select("torch")), None)
     driver = next(iter(probe.select("driver")), {})
@@ -70,7 +73,8 @@ def check_devices(probe: ProbeResult, selected: str) -> CheckResult:
     lines += [(row["device"], _describe_gpu(row)) for row in devices]
     if torch is not None:
         lines.append(("selected", f"{selected}, the device that training would use"))
-    problems = [*_find_import_problems(probe), *_find_driver_problems(probe, is_needed=selected.startswith("cuda"))]
+    import_problems = () if is_import_explained else _find_import_problems(probe)
+    problems = [*import_problems, *_find_driver_problems(probe, is_needed=selected.startswith("cuda"))]
     for row in devices:
         if "error" in row:
             problems.append(
@@ -179,10 +183,13 @@ def _list_notes(cpu: Cpu, torch: Mapping[str, Any] | None, devices: list[dict[st
 
 
 def _describe_cpu(cpu: Cpu, torch: Mapping[str, Any] | None) -> str:
-    text = f"{cpu.model}, {cpu.num_cores} cores"
+    text = f"{cpu.model}, {cpu.num_cores} core{'s' if cpu.num_cores != 1 else ''}"
     if cpu.num_effective < cpu.num_cores:
         text += f" of which this process may use {cpu.num_effective:g}"
-    return text + (f", {torch['num_threads']} threads, {torch['cpu_capability']}" if torch is not None else "")
+    if torch is None:
+        return text
+    num_threads = torch["num_threads"]
+    return f"{text}, {num_threads} thread{'s' if num_threads != 1 else ''}, {torch['cpu_capability']}"
 
 
 def _describe_build(torch: Mapping[str, Any]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -44,7 +44,7 @@ def examine_machine(*, device: str, folder: Path, is_quick: bool, on_step: OnSte
     torch_error = None if probe.select("torch") else probe.error
     checks: dict[str, Callable[[], CheckResult]] = {
         "packages": partial(check_packages, imports=not is_quick, torch_error=torch_error, on_step=on_step),
-        "devices": partial(check_devices, probe, selected),
+        "devices": lambda: check_devices(probe, selected, is_import_explained=_is_shadowed(results, torch_error)),
         "matrix products": partial(check_products, probe, selected),
         "communication": partial(check_communication, num_gpus, on_step=on_step),
         "disk": partial(check_disk, folder, is_timed=not is_quick),
@@ -54,7 +54,7 @@ def examine_machine(*, device: str, folder: Path, is_quick: bool, on_step: OnSte
     if is_quick or torch_error is not None:
         del checks["communication"]
         not_checked = not_checked or (COMMUNICATION,)
-    results = []
+    results: list[CheckResult] = []
     for title, check in checks.items():
         on_step(title)
         results.append(run_check(title, check))
@@ -62,6 +62,12 @@ def examine_machine(*, device: str, folder: Path, is_quick: bool, on_step: OnSte
             results.append(describe_missing_extras(results[-1].values))
     header = {"bottega": __version__, "python": platform.python_version(), "platform": platform.platform()}
     return MachineReport(header, selected, tuple(results), not_checked)
+
+
+def _is_shadowed(results: Sequence[CheckResult], torch_error: str | None) -> bool:
+    """Return whether the check of the packages has found a file that is imported instead of one and makes torch fail."""
+    packages = [row for result in results for row in result.values.get("packages", [])]
+    return any(row["shadow"] is not None and row["error"] == torch_error for row in packages)
 
 
 def run_check(title: str, check: Callable[[], CheckResult]) -> CheckResult:

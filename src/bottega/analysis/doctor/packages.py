@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from pathlib import Path
 from typing import Any
 
 from bottega.analysis.doctor.check_result import NO_BREAK, CheckResult, Problem
@@ -22,6 +25,7 @@ IMPORT_SECONDS = 120.0
 OWN_MODULE = "bottega.run.session"
 """A module that imports most others of Bottega, as training does."""
 PURPOSE_WIDTH = 37
+OUT_OF_MEMORY = re.compile(r"MemoryError|annot allocate memory|failed to map segment")
 NUM_NAMED = 3
 """Packages that a note names before it only counts them."""
 
@@ -33,6 +37,8 @@ class Package:
     requirement: Requirement
     version: str | None
     error: str | None = None
+    shadow: str | None = None
+    """A file elsewhere that is imported in its place, if it cannot be imported."""
 
     @property
     def is_optional(self) -> bool:
@@ -70,6 +76,7 @@ def check_packages(*, imports: bool, on_step: Callable[[str], None], torch_error
                 "version": package.version,
                 "tested": read_tested_versions().get(normalize_name(package.requirement.name)),
                 "error": package.error,
+                "shadow": package.shadow,
             }
             for package in packages
         ],
@@ -112,9 +119,25 @@ def list_packages(
     packages = []
     for requirement in requirements:
         version = versions[requirement.name]
-        error = errors.get(requirement.module) if version is not None else None
-        packages.append(Package(requirement, version, error if error != torch_error else None))
+        error = torch_error if requirement.module == "torch" else errors.get(requirement.module)
+        shadow = find_shadow(requirement) if version is not None and error is not None else None
+        if version is None or (error == torch_error and shadow is None):
+            error = None
+        packages.append(Package(requirement, version, error, shadow))
     return packages
+
+
+def find_shadow(requirement: Requirement) -> str | None:
+    """Return the file that is imported in the place of an installed package, such as a numpy.py in a folder of PYTHONPATH."""
+    try:
+        spec = PathFinder.find_spec(requirement.module)
+        distribution = importlib.metadata.distribution(requirement.name)
+    except (ImportError, ValueError):  # PackageNotFoundError is an ImportError
+        return None
+    if spec is None or spec.origin is None or '"editable"' in (distribution.read_text("direct_url.json") or ""):
+        return None
+    folder = Path(str(distribution.locate_file(""))).resolve()
+    return None if Path(spec.origin).resolve().is_relative_to(folder) else spec.origin
 
 
 def import_modules(modules: Sequence[str], *, on_step: Callable[[str], None]) -> dict[str, str]:
@@ -155,6 +178,13 @@ def _find_problem(package: Package) -> Problem | None:
     if package.error is not None:
         message = f"{requirement.name} {version} is installed, but cannot be imported: {package.error}"
         remedy = f"pip install --force-reinstall '{needed}'"
+        if package.shadow is not None:
+            message = (
+                f"{requirement.name} {version} is installed, but {package.shadow} is imported instead: {package.error}"
+            )
+            remedy = "rename that file, or remove its folder from PYTHONPATH"
+        elif OUT_OF_MEMORY.search(package.error):
+            remedy = "raise the memory limit of this process (ulimit -v), or end other processes"
         return Problem("packages", message, remedy, stops_training=not package.is_optional)
     return None
 

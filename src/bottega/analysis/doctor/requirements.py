@@ -14,7 +14,8 @@ from functools import cache
 from pathlib import Path
 
 TESTED_VERSIONS_FILE = Path(__file__).with_name("tested_versions.txt")
-DEVELOPMENT_EXTRA = "dev"
+UNLISTED_EXTRAS = ("dev", "jax")
+"""Extras of developers, and one that enables nothing yet."""
 IMPORT_NAMES = {"faiss-cpu": "faiss", "nvidia-ml-py": "pynvml", "pillow": "PIL", "pyyaml": "yaml"}
 """Distribution -> the module to import, where that is not the same word."""
 EXTRA_PURPOSES = {
@@ -22,7 +23,6 @@ EXTRA_PURPOSES = {
     "hub": "Hugging Face models and datasets",
     "audio": ".flac, .mp3, .ogg; resampling",
     "video": "video files, .m4a, .mp4 samples",
-    "jax": "nothing yet: training uses torch",
     "tune": "bottega tune (hyperparameter search)",
     "faiss": "memory models that search by faiss",
     "wandb": "logging to Weights & Biases",
@@ -62,7 +62,7 @@ def read_requirements() -> list[Requirement]:
     """Return the requirements of the installed package; raises PackageNotFoundError if it was never installed."""
     lines = importlib.metadata.requires("bottega") or []
     requirements = [parse_requirement(line) for line in lines]
-    return [requirement for requirement in requirements if requirement.extra != DEVELOPMENT_EXTRA]
+    return [requirement for requirement in requirements if requirement.extra not in UNLISTED_EXTRAS]
 
 
 def parse_requirement(line: str) -> Requirement:

@@ -29,7 +29,7 @@ from bottega.engines.torch.memory_meter import ACTIVATIONS, CACHED_CASTS, WORKSP
 from bottega.engines.torch.noise import forget_compiled_draws
 from bottega.engines.torch.simulated_kernels import SimulatedKernels
 from bottega.measurements import MemoryPrediction, PredictionUnavailable
-from bottega.models.build import build_meta_models
+from bottega.models.build import build_meta_models_with_frozen
 from bottega.models.device import simulated_device
 from bottega.world import World
 
@@ -41,6 +41,8 @@ LATER_IMPORTS = 110 << 20
 """Bytes of what a training process loads after its model is built, measured on a CPU: metrics, trackers, checkpoints."""
 HEAP_OVERHEAD = 0.15
 """Memory that the C library does not return after tensors are freed, as a fraction of all tensors, measured on a CPU."""
+MAX_FROZEN_BYTES = 1 << 30
+"""Size of the folders of frozen models, such as an autoencoder, that are read because they cannot be built without data."""
 PROGRAM, HEAP = "program", "heap overhead"
 CATEGORIES = (
     *("weights", "frozen weights", "gradients", "optimizer", "averaged weights"),
@@ -62,9 +64,9 @@ def predict_memory(
     `micro_batch_size` replaces that of the recipe. Raises PredictionUnavailable for a task whose step depends on values.
     """
     try:
-        models = build_meta_models(task, seed)
+        models = build_meta_models_with_frozen(task, seed, max_bytes=MAX_FROZEN_BYTES)
         if models is None:
-            raise PredictionUnavailable("the model can only be built from its folder")
+            raise PredictionUnavailable("a model can only be built from its folder")
         return _simulate_steps(
             task, training, batch, models, seed=seed, device_type=device_type, micro_batch_size=micro_batch_size
         )

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError
 from bottega.core.noise import numpy_generator
 from bottega.models.clip.config import ClipShape
+from bottega.models.device import is_simulated
 from bottega.models.folders.json_object import read_json_object
 from bottega.models.folders.resolve import require_config
 from bottega.models.folders.transformers_loader import isolated_rng, load_pretrained, quiet_logging
@@ -73,7 +74,7 @@ class Clip(nn.Module):
         Captions with equal `caption_numbers` (B, K) must be equal; they are then encoded once.
         """
         captions, inverse = ids.flatten(0, 1).long(), None
-        if caption_numbers is not None and ids.device.type == "cpu":
+        if caption_numbers is not None and ids.device.type == "cpu" and not is_simulated():
             # Only on a CPU: on a GPU the host would wait for the number of distinct captions, which costs more than it saves.
             distinct_numbers, inverse = caption_numbers.flatten().unique(return_inverse=True)
             indices = torch.arange(len(inverse))

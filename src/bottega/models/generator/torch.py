@@ -95,9 +95,9 @@ class ClassCondition(nn.Module):
         self.embedding = nn.Embedding(shape.size + 1, shape.hidden_size)
         self.shared: nn.Embedding | None = None
         if shape.shared:
-            rows = torch.tensor(shape.shared)
-            null_row = int(rows.max()) + 1
-            rows = torch.cat((rows, torch.full((1, rows.shape[1]), null_row)))
+            # Computed from numbers, not from a tensor, which has no values on the meta device.
+            null_row = max(row for rows in shape.shared for row in rows) + 1
+            rows = torch.tensor([*shape.shared, [null_row] * len(shape.shared[0])])
             self.shared = nn.Embedding(null_row + 1, shape.hidden_size)
             self.register_buffer("rows", rows, persistent=False)
 
