@@ -215,7 +215,7 @@ def test_micro_batch_beyond_the_batch_has_a_note(tmp_path: Path, capsys: pytest.
     assert "training.micro_batch_size: 700 has no effect, because a batch has 4 samples" in report["notes"]
 
 
-@pytest.mark.parametrize("recipe", ["align", "video", "image", "recall/lasting", "classify/spiking"])
+@pytest.mark.parametrize("recipe", ["align", "video", "recall/lasting", "routing/few-shot"])
 def test_memory_of_bundled_recipes_is_predicted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, recipe: str
 ) -> None:
@@ -269,5 +269,8 @@ def test_memory_that_cannot_be_predicted_is_a_note(
     assert code == 0
     assert report["prediction"]["memory"] is None
     assert "no reason; bottega plan --probe measures it" in report["prediction"]["notes"][0]
+    assert cli.main(plan_words(tmp_path)) == 0
+    text = capsys.readouterr().err
+    assert "memory on cpu, without activations, which are not predicted\n  weights " in text
     with pytest.raises(UsageError, match="cannot be predicted"):
         bottega.plan("language/shakespeare", settings(tmp_path, tmp_path / "text.txt"), fit="24GB")

@@ -32,6 +32,8 @@ RECIPES: dict[str, dict[str, Any]] = {
     "classify/image": {"model.hidden_size": 8, "training.batch_size": 8},
     "image": {"model.hidden_size": 32, "model.num_layers": 2, "training.batch_size": 8},
     "routing": {"training.batch_size": 8},
+    "video": {"model.hidden_size": 32, "model.num_layers": 2, "training.batch_size": 8},
+    "classify/few-shot": {},
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,7 +46,10 @@ class RunPrediction:
     """Checkpoints on the disk at once: those that are kept, the best if there is validation data, and one that replaces another."""
     disk_free: int
     parts: list[ModelPart]
+    model_memory: dict[str, int]
+    """Bytes of weights, gradients, optimizer and averaged weights, which are there whatever a step computes."""
     memory: MemoryPrediction | None
+    """Memory of a step at its peak; None if a step cannot be simulated."""
     available_memory: int | None
     """Memory that is free on the device; None if it is not here."""
     notes: list[str] = field(default_factory=list)
@@ -138,6 +142,12 @@ def predict_run(predictor: MemoryPredictor) -> RunPrediction:
         num_checkpoints=recipe.checkpoint.keep + (1 if plan.validation is None else 2),
         disk_free=shutil.disk_usage(find_checkpoint_folder(recipe)).free,
         parts=backend.list_parts(plan.task, seed=recipe.seed),
+        model_memory={
+            "weights": estimate.weights,
+            "gradients": estimate.gradients,
+            "optimizer": estimate.optimizer,
+            "averaged weights": estimate.average,
+        },
         memory=memory,
         available_memory=available,
         notes=notes,
@@ -169,11 +179,17 @@ def _format_parts(parts: list[ModelPart]) -> list[str]:
 def _format_memory(prediction: RunPrediction) -> list[str]:
     memory = prediction.memory
     if memory is None:
-        return ["memory        not predicted"]
+        lines = [f"memory on {prediction.device}, without activations, which are not predicted"]
+        return [*lines, *_format_categories(prediction.model_memory)]
     compiled = ", compiled" if prediction.is_compiled else ""
     size, batch_size = prediction.micro_batch_size, prediction.batch_size
     batch = f"batches of {batch_size}" if size == batch_size else f"micro-batches of {size}"
     lines = [f"memory at its peak on {prediction.device}, {prediction.precision}{compiled}, {batch}"]
-    shown = {name: size for name, size in memory.categories.items() if size >= MIN_SHOWN or name in ALWAYS_SHOWN}
-    lines += [f"  {name:<20}{format_bytes(size):>14}" for name, size in shown.items()]
+    lines += _format_categories(memory.categories)
     return [*lines, f"  {'in all':<20}{format_bytes(memory.peak):>14}"]
+
+
+def _format_categories(categories: Mapping[str, int]) -> list[str]:
+    """Return a line for each category, without those too small to matter."""
+    shown = {name: size for name, size in categories.items() if size >= MIN_SHOWN or name in ALWAYS_SHOWN}
+    return [f"  {name:<20}{format_bytes(size):>14}" for name, size in shown.items()]

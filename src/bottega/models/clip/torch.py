@@ -76,6 +76,7 @@ class Clip(nn.Module):
         captions, inverse = ids.flatten(0, 1).long(), None
         if caption_numbers is not None and ids.device.type == "cpu" and not is_simulated():
             # Only on a CPU: on a GPU the host would wait for the number of distinct captions, which costs more than it saves.
+            # A simulated step does not know that number; its memory is that of a batch without equal captions.
             distinct_numbers, inverse = caption_numbers.flatten().unique(return_inverse=True)
             indices = torch.arange(len(inverse))
             captions = captions[torch.zeros_like(distinct_numbers).scatter_(0, inverse, indices)]

@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from bottega.core.noise import Noise, derive_seed
 from bottega.core.types import Array, Batch, Loss, Models, Rows, Sums
 from bottega.models.decoder.torch import Transformer
+from bottega.models.device import is_simulated
 from bottega.models.losses.token_loss import token_cross_entropy
 from bottega.techniques.wrapped_task import WrappedTask
 
@@ -215,8 +216,7 @@ def _split_episodes(count_items: Callable[[Batch], Mapping[str, float]], batch: 
         episode_weights = batch["weight"][:, None].expand(-1, sizes["query"])
         query_weights = parts["query"].get("weight")
         parts["query"]["weight"] = episode_weights if query_weights is None else query_weights * episode_weights
-    # Counted on the host, as tasks do. On a GPU this waits for the device once per batch.
-    host_parts = {name: {key: value.cpu().numpy() for key, value in part.items()} for name, part in parts.items()}
+    host_parts = {name: {key: _copy_to_host(value) for key, value in part.items()} for name, part in parts.items()}
     size = sizes["support"] + sizes["query"]
     offsets = torch.arange(size, device=rng.positions.device)
     for number in range(len(rng.positions)):
@@ -228,6 +228,14 @@ def _split_episodes(count_items: Callable[[Batch], Mapping[str, float]], batch: 
             query_counts=count_items(_select_episode(host_parts["query"], number)),
             rng=replace(rng, positions=rng.positions[number] * size + offsets),
         )
+
+
+def _copy_to_host(value: Tensor) -> np.ndarray:
+    """Return a tensor as an array: items are counted on the host, as tasks do. On a GPU this waits for the device.
+
+    Ones stand for the values of a step that is simulated to predict its memory, which does not depend on them.
+    """
+    return np.ones(tuple(value.shape)) if is_simulated() else value.cpu().numpy()
 
 
 class ReboundModel:
