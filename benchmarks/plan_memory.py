@@ -4,6 +4,7 @@
     python benchmarks/plan_memory.py --device cpu --cases cpu
     python benchmarks/plan_memory.py --against seen.json    # predictions of this machine, peaks recorded on another
     python benchmarks/plan_memory.py --fit 24GB --cases fit # trains within that memory, as the recipe is and as plan says
+    python benchmarks/plan_memory.py --fit 2GB --device cpu --cases fit-cpu # its memory as the recipe is and as plan says
 
 Each case runs in two processes of its own: `bottega train` for a few steps, whose memory.json has the peak of the
 allocator, and `bottega plan`, which neither needs a GPU nor allocates the model.
@@ -66,7 +67,8 @@ FIT_CASES = {
     "language-fit": CASES["language-large"].replace("batch_size=8", "batch_size=64"),
     "classify-fit": CASES["classify-large"].replace("batch_size=128", "batch_size=256"),
 }
-GROUPS = {"fit": FIT_CASES, "gpu": CASES, "further": FURTHER_CASES, "cpu": CPU_CASES}
+FIT_CPU_CASES = {name: CPU_CASES[name] for name in ("language-wide", "image-wide", "classify-wide")}
+GROUPS = {"fit": FIT_CASES, "fit-cpu": FIT_CPU_CASES, "gpu": CASES, "further": FURTHER_CASES, "cpu": CPU_CASES}
 MIB = 1 << 20
 QUIET = (
     "max_steps=8 evaluation.every=0 samples.every=0 checkpoint.every=0 logging.report=false logging.tensorboard=false"
@@ -134,10 +136,21 @@ def train_within(folder: Path, name: str, words: list[str], memory: int) -> str:
     return f"exit {result.returncode}: {last_line[:150]}" if result.returncode else "trains"
 
 
-def check_fit(folder: Path, name: str, words: list[str], size: str) -> None:
-    """Print whether a recipe trains within a memory, as it is and with the overrides that `plan --fit` gives."""
-    report = json.loads(run_bottega(folder, ["plan", *words, "--fit", size, "--json"]))["fit"]
+def check_fit(folder: Path, name: str, words: list[str], size: str, *, device: str) -> None:
+    """Print whether a recipe trains within a memory, as it is and with the overrides that `plan --fit` gives.
+
+    A process is limited to that memory on a GPU; on a CPU its peak is compared with it.
+    """
+    report = json.loads(run_bottega(folder, ["plan", *words, f"device={device}", "--fit", size, "--json"]))["fit"]
     overrides = report["overrides"]
+    if device == "cpu":
+        for suffix, more in (("", []), ("-fits", overrides)):
+            peak = measure_peak(folder, f"{name}{suffix}", [*words, *more], device=device)["peak"]
+            print(
+                f"{name}: {' '.join(more) or 'as it is'}: {peak / MIB:,.0f} of {report['memory'] / MIB:,.0f} MiB",
+                flush=True,
+            )
+        return
     print(f"{name}: as it is: {train_within(folder, name, words, report['memory'])}", flush=True)
     result = train_within(folder, f"{name}-fits", [*words, *overrides], report["memory"])
     print(f"{name}: {' '.join(overrides)}: {result}", flush=True)
@@ -146,7 +159,9 @@ def check_fit(folder: Path, name: str, words: list[str], size: str) -> None:
 def main() -> None:
     """Measure and predict the cases, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", default="gpu", help="gpu, further, cpu, or names of cases, separated by commas")
+    parser.add_argument(
+        "--cases", default="gpu", help="gpu, further, cpu, fit, fit-cpu, or names of cases, separated by commas"
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--record", metavar="FILE", help="write the measured peaks")
     parser.add_argument("--against", metavar="FILE", help="predict only, and compare with recorded peaks")
@@ -162,7 +177,7 @@ def main() -> None:
         for side in (32, 64):
             write_images(folder, side)
         for name in names if arguments.fit else ():
-            check_fit(folder, name, every_case[name].split(), arguments.fit)
+            check_fit(folder, name, every_case[name].split(), arguments.fit, device=arguments.device)
         if arguments.fit:
             return
         print(f"{'case':<24}{'predicted':>12}{'peak, MiB':>12}{'ratio':>9}")

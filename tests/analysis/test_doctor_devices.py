@@ -60,6 +60,14 @@ BROKEN_DRIVERS = {
         driver={**DRIVER, "cuda": "12.4"}
     ),
     "CUDA_VISIBLE_DEVICES='' hides the GPUs": build_probe(driver=DRIVER, visible_devices=""),
+    "CUDA_VISIBLE_DEVICES='-1' hides the GPUs": build_probe(driver=DRIVER, visible_devices="-1"),
+    "CUDA_VISIBLE_DEVICES='1' hides the GPUs": build_probe(driver=DRIVER, visible_devices="1"),
+    "torch is built for CUDA 13.0, but the driver supports CUDA 11.4": build_probe(
+        driver={**DRIVER, "cuda": "11.4"}, visible_devices="0"
+    ),
+    "torch cannot use the NVIDIA GPU of this machine: out of order": build_probe(
+        driver=DRIVER, visible_devices="0", cuda_error="out of order"
+    ),
     "torch cannot use the NVIDIA GPU of this machine: CUDA unknown error": build_probe(
         driver=DRIVER, cuda_error="CUDA unknown error"
     ),
@@ -67,7 +75,7 @@ BROKEN_DRIVERS = {
         driver={"num_cards": 1, "num_devices": 0}
     ),
     "the NVIDIA driver does not answer (NVML: Driver/library version mismatch)": build_probe(
-        driver={"nvml_error": "Driver/library version mismatch"}
+        driver={"nvml_error": "Driver/library version mismatch", "version": "580.159.03"}
     ),
 }
 
@@ -84,6 +92,11 @@ def test_why_torch_does_not_use_a_gpu(message: str) -> None:
     with pytest.raises(EnvironmentProblem) as caught:
         select_device("cuda", probe)
     assert str(caught.value) == f"device: cuda is not available: {problem.message}; {problem.remedy}"
+
+
+def test_nvml_without_a_gpu_is_not_a_problem() -> None:
+    probe = build_probe(driver={"nvml_error": "NVML Shared Library Not Found", "num_cards": 0, "num_devices": 0})
+    assert check_devices(probe, "cpu").problems == ()
 
 
 def test_a_working_gpu_is_described() -> None:

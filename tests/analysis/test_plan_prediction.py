@@ -104,20 +104,24 @@ def test_all_problems_of_a_recipe_are_listed(tmp_path: Path, capsys: pytest.Capt
 class LinearPredictor:
     """Stands for a MemoryPredictor: each sample of a micro-batch adds the same bytes; checkpointing and bf16 halve them."""
 
-    device_type = "cpu"
-
-    def __init__(self, batch_size: int, constant: int, per_sample: int) -> None:
-        self.batch_size, self.constant, self.per_sample = batch_size, constant, per_sample
-        self.recipe = SimpleNamespace(training=Training(max_steps=1, batch_size=batch_size))
+    def __init__(self, batch_size: int, constant: int, per_sample: int, *, device_type: str) -> None:
+        self.batch_size, self.constant, self.per_sample, self.device_type = (
+            batch_size,
+            constant,
+            per_sample,
+            device_type,
+        )
+        training = Training(max_steps=1, batch_size=batch_size, mixed_precision="fp32")
+        self.recipe = SimpleNamespace(training=training)
 
     def predict(self, training: Training, *, micro_batch_size: int | None) -> MemoryPrediction:
         size = micro_batch_size or self.batch_size
-        divisor = 2 if training.gradient_checkpointing else 1
+        divisor = (2 if training.gradient_checkpointing else 1) * (2 if training.mixed_precision == "bf16" else 1)
         peak = self.constant + size * self.per_sample // divisor
         return MemoryPrediction(peak, {})
 
     def resolve_precision(self, training: Training) -> str:
-        return "fp32"
+        return training.mixed_precision
 
 
 @given(
@@ -125,23 +129,27 @@ class LinearPredictor:
     constant=st.integers(0, 10**6),
     per_sample=st.integers(1, 10**6),
     memory=st.integers(1, 10**9),
+    device_type=st.sampled_from(["cpu", "cuda"]),
 )
 def test_fit_is_the_largest_power_of_two_that_fits(
-    batch_size: int, constant: int, per_sample: int, memory: int
+    batch_size: int, constant: int, per_sample: int, memory: int, device_type: str
 ) -> None:
-    predictor: Any = LinearPredictor(batch_size, constant, per_sample)
+    """On a GPU, bf16 is tried as well, each precision first without and then with checkpointing."""
+    predictor: Any = LinearPredictor(batch_size, constant, per_sample, device_type=device_type)
     usable = memory / FRAGMENTATION
+    memory += fit_module.RESERVE.get(device_type, 0)
+    divisors = {"cpu": [1, 2], "cuda": [1, 2, 2, 4]}[device_type]
     sizes = [batch_size, *(1 << power for power in range(10) if 1 << power < batch_size)]
 
     def largest(divisor: int) -> int | None:
         return max((size for size in sizes if constant + size * per_sample // divisor <= usable), default=None)
 
-    if largest(2) is None:
+    if largest(divisors[-1]) is None:
         with pytest.raises(OutOfMemory, match="nothing fits"):
             fit_memory(predictor, memory)
         return
     report = fit_memory(predictor, memory)
-    assert [row["micro_batch_size"] for row in report["rows"]] == [largest(1), largest(2)]
+    assert [row["micro_batch_size"] for row in report["rows"]] == [largest(divisor) for divisor in divisors]
     assert report["best"] == next(row for row in report["rows"] if row["micro_batch_size"] is not None)
     is_whole = report["best"]["micro_batch_size"] == batch_size
     assert any("micro_batch_size" in word for word in report["overrides"]) != is_whole

@@ -251,39 +251,33 @@ def test_rotation_uses_the_best_step_of_progress_and_not_the_link(tmp_path: Path
     assert checkpoint.read_link(tmp_path, "best") == tmp_path / "step-00000002"
 
 
-def test_disk_space_check_refuses_or_warns_before_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_disk_space_check_refuses_or_warns_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import shutil
 
     real = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: real._replace(free=1000))
+
+    def check(size: int, keep: int, *, has_best: bool = False) -> list[str]:
+        shortages: list[str] = []
+        check_disk_space(tmp_path, size=size, keep=keep, has_best=has_best, warn=shortages.append)
+        return shortages
+
     with pytest.raises(EnvironmentProblem, match="1,000 bytes are free"):
-        check_disk_space(tmp_path, size=501, keep=1)
+        check(501, 1)
     # keep + 1 must fit, since a new checkpoint is written before the old one is deleted.
-    check_disk_space(tmp_path, size=300, keep=3)
-    assert capsys.readouterr().err == (
-        "bottega: checkpoint.keep=3 needs 1,200 bytes (one more checkpoint while replacing), 1,000 are available; "
-        "lower checkpoint.keep or free some space\n"
-    )
-    shortages: list[str] = []
-    check_disk_space(tmp_path, size=240, keep=3, warn=shortages.append)
-    assert shortages == [], "four fit"
-    check_disk_space(tmp_path, size=240, keep=3, has_best=True, warn=shortages.append)
-    assert shortages == [
-        "checkpoint.keep=3 needs 1,200 bytes (the best, and one more while replacing), 1,000 are available; "
-        "lower checkpoint.keep or free some space"
+    available = "1,000 are available; lower checkpoint.keep or free some space"
+    assert check(300, 3) == [f"checkpoint.keep=3 needs 1,200 bytes (one more checkpoint while replacing), {available}"]
+    assert check(240, 3) == []
+    assert check(240, 3, has_best=True) == [
+        f"checkpoint.keep=3 needs 1,200 bytes (the best, and one more while replacing), {available}"
     ]
-    assert capsys.readouterr().err == ""
-    check_disk_space(tmp_path, size=100, keep=3)
-    assert capsys.readouterr().err == ""
+    assert check(100, 3) == []
     # Older checkpoints will be deleted to make room, but not for the first save.
     (tmp_path / "step-00000001").mkdir()
     (tmp_path / "step-00000001" / "model.safetensors").write_bytes(b"x" * 900)
-    check_disk_space(tmp_path, size=900, keep=1)
-    assert capsys.readouterr().err == ""
+    assert check(900, 1) == []
     with pytest.raises(EnvironmentProblem):
-        check_disk_space(tmp_path, size=1001, keep=1)
+        check(1001, 1)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO])

@@ -12,6 +12,7 @@ import pytest
 
 from bottega.core import checkpoint
 from bottega.diagnosis import curves, gradients, rates
+from bottega.run_files import logs
 from recorded_run import FALLING, NUM_LOGS, apply_all, find, module, write_recorded_run
 
 
@@ -81,6 +82,16 @@ def test_skipped_steps_are_not_divergence_unless_they_are_many(tmp_path: Path) -
         assert (finding is not None) == is_ill, name
         if finding is not None:
             assert finding.evidence == "the loss was not finite in 3 of 40 logged steps"
+
+
+def test_skipped_steps_of_a_thinned_log_are_compared_with_all_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2 of 40 steps are few, also if only 8 of the other 38 are in memory."""
+    monkeypatch.setattr(logs, "MAX_BUFFERED_POINTS", 16)
+    monkeypatch.setattr(logs, "MAX_READ_POINTS", 8)
+    losses: list[float | None] = [*FALLING[:10], None, None, *FALLING[12:]]
+    assert find(write_recorded_run(tmp_path / "run", losses=losses), "divergence") is None
 
 
 def test_overconfidence_alone_is_not_overfitting(tmp_path: Path) -> None:
@@ -179,6 +190,17 @@ def test_plateau(tmp_path: Path, fall: float, final_rate: float, is_ill: bool) -
     if finding is not None:
         assert finding.override == "training.scheduler.name=cosine"
         assert finding.steps == (210, 400)
+
+
+def test_plateau_under_a_cosine_schedule_that_early_stopping_cut_has_no_override(tmp_path: Path) -> None:
+    run = write_recorded_run(
+        tmp_path / "run", losses=make_flat(0.5), validation={"loss": [0.5] * 5}, final_rate=0.8, planned_steps=1000
+    )
+    progress = {"step": 400, "total": 1000, "stop": "no better loss for 3 evaluations"}
+    checkpoint.write(run / "checkpoints", step=400, files={}, progress=progress, fingerprint={})
+    finding = find(run, "plateau")
+    assert finding is not None
+    assert finding.override is None
 
 
 def test_plateau_is_not_found_while_the_validation_loss_falls_or_near_zero(tmp_path: Path) -> None:
@@ -379,6 +401,11 @@ def test_vanishing_gradients(tmp_path: Path, ratio: float, end: float, is_ill: b
     if finding is not None:
         assert finding.override == "model.num_layers=2"
         assert "layers.0 was 0.0099, that of head 1" in finding.evidence
+
+
+def test_accuracy_of_a_run_that_has_just_begun_is_not_judged(tmp_path: Path) -> None:
+    run = write_recorded_run(tmp_path / "run", validation={"accuracy": [0.5, 0.5]}, planned_steps=10_000)
+    assert apply_all(run).not_checked["metric-at-chance"].startswith("the run has 400 of 10,000 steps")
 
 
 @pytest.mark.parametrize(("errors", "is_ill"), [(1.9, True), (2.1, False)])

@@ -180,6 +180,7 @@ def test_texts_of_many_tokens_are_better_known(tmp_path: Path) -> None:
             {"data.validation": {"split": 0.5}, "evaluation.max_batches": 1, "evaluation.batch_size": 10},
             "evaluation.max_batches=19",
         ),
+        ({"data.validation": {"split": 0.2, "limit": 1000}}, "data.validation.split=0.37"),
         ({"data.validation": {"split": 0.5}}, None),
         ({"data.validation": {"split": 0.5}, "data.split": {"folds": 2}}, None),
     ],

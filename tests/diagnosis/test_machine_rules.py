@@ -335,6 +335,49 @@ def test_larger_batch_is_suggested_within_memory_data_and_distance(
     assert finding.override == override
 
 
+@pytest.mark.parametrize(
+    ("batch_size", "micro_batch_size", "accumulation", "override"),
+    [
+        (64, 8, None, "training.batch_size=512"),  # eight samples on each of eight processes: one pass already
+        (64, 4, None, "training.micro_batch_size=auto"),
+        (8, None, 4, "training.batch_size=32 training.gradient_accumulation_steps=1 training.micro_batch_size=auto"),
+    ],
+)
+def test_idle_gpus_of_several_processes(
+    tmp_path: Path, batch_size: int, micro_batch_size: int | None, accumulation: int | None, override: str
+) -> None:
+    settings = {
+        "training.batch_size": batch_size,
+        "training.micro_batch_size": micro_batch_size,
+        "training.gradient_accumulation_steps": accumulation,
+    }
+    run = write_recorded_run(tmp_path / "run", settings=settings)
+    (run / "environment.json").write_text(json.dumps({"steps": 400, "device": "cuda:0", "world": 8}))
+    set_gpu_percent(run, 20.0)
+    finding = find(run, "idle-gpu")
+    assert finding is not None
+    assert finding.override == override
+
+
+@pytest.mark.parametrize(
+    ("settings", "override"),
+    [
+        ({"training.batch_size": 64}, "training.micro_batch_size=4"),
+        ({"training.batch_size": 8, "training.gradient_accumulation_steps": 4}, "training.micro_batch_size=4"),
+        ({"training.batch_size": 32, "training.micro_batch_size": 700}, "training.micro_batch_size=2"),
+    ],
+)
+def test_memory_pressure_halves_the_samples_of_one_pass(
+    tmp_path: Path, settings: dict[str, Any], override: str
+) -> None:
+    run = write_recorded_run(tmp_path / "run", settings=settings)
+    (run / "environment.json").write_text(json.dumps({"steps": 400, "device": "cuda:0", "world": 8}))
+    write_memory(run, peak=950)
+    finding = find(run, "memory-pressure")
+    assert finding is not None
+    assert finding.override == override
+
+
 @pytest.mark.parametrize(("num_samples", "override"), [(10**6, "data.store=decoded"), (1000, "data.workers=2")])
 def test_images_that_auto_stores_encoded_are_to_be_decoded(tmp_path: Path, num_samples: int, override: str) -> None:
     """A million images of 64 x 64 pixels take 11 GiB, more than are decoded by default."""

@@ -75,7 +75,7 @@ def test_prediction_equals_what_the_step_really_allocates(tmp_path: Path, name: 
 
 def test_weights_gradients_and_optimizer_are_those_of_the_model(tmp_path: Path) -> None:
     predictor = build_predictor(tmp_path, "classify", **RECIPES["classify"])
-    parts = open_backend("torch").list_parts(predictor.plan.task, seed=0)
+    parts = open_backend("torch").list_parts(predictor.plan.task, predictor.recipe.training, seed=0)
     categories = predictor.predict(predictor.recipe.training, micro_batch_size=None).categories
     assert categories["weights"] == pytest.approx(4 * parts[0].parameters, rel=0.1), "with rotary tables"
     assert categories["optimizer"] == pytest.approx(8 * parts[0].parameters, rel=0.1), "AdamW keeps two means"

@@ -37,7 +37,25 @@ SMALL: dict[str, Any] = {
     [("language/shakespeare", optimizer) for optimizer in OPTIMIZERS] + [(name, "adamw") for name in SMALL],
 )
 def test_memory_estimate_matches_the_built_engine(name: str, optimizer: str, tmp_path: Path) -> None:
-    values = {**SMALL[name](tmp_path), "training.optimizer.name": optimizer, "device": "cpu"}
+    check_estimate(name, {**SMALL[name](tmp_path), "training.optimizer.name": optimizer, "device": "cpu"})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"training.freeze": ["experts"]},
+        {"training.groups": [{"pattern": "experts.*", "scale": None}, {"pattern": ".*"}]},
+    ],
+)
+def test_memory_estimate_of_a_model_that_the_recipe_freezes_in_part(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Frozen weights are saved, but have neither gradients nor optimizer state nor an average."""
+    values = {**SMALL["routing"](tmp_path), "device": "cpu", "training.ema": 0.9, **changes}
+    recipe, task = check_estimate("routing", values)
+    model, *_ = sizing.list_parts(task, recipe.training, seed=0)
+    assert 0 < model.trainable < model.parameters
+
+
+def check_estimate(name: str, values: dict[str, Any]) -> tuple[Any, Any]:
     recipe = load_recipe([name, values]).recipe
     workload = registry.open_workload(recipe, progress=lambda stage, done, total: None)
     estimate = estimate_memory(workload.task, recipe.training, seed=0)
@@ -50,6 +68,8 @@ def test_memory_estimate_matches_the_built_engine(name: str, optimizer: str, tmp
         len(optimizer.state) for optimizer in torch_engine.optimizers
     )  # how often each parameter was updated
     assert estimate.optimizer <= count_optimizer_bytes(torch_engine) <= estimate.optimizer + 2 * counters
+    assert estimate.checkpoint == pytest.approx(torch_engine.checkpoint_bytes(), rel=0.01)
+    return recipe, workload.task
 
 
 @pytest.mark.parametrize("verb", ["train", "plan"])

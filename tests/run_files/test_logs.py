@@ -1,4 +1,4 @@
-"""Curves of a report: thinning keeps extremes, damaged logs are read as far as they go."""
+"""Logs of runs and the charts of a report: thinning keeps extremes, damaged logs are read as far as they go."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run will need, predicted before it starts: parameters, memory, steps and disk. No model is allocated."""
+"""What a run will need, predicted before it starts: parameters, memory, steps and disk. The trained model is not allocated."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bottega.config.recipe import Recipe
 from bottega.config.training import Training
 from bottega.core.types import Batch
 from bottega.data.sources.source import Source
-from bottega.engines.backend import Backend, ModelPart, open_backend
+from bottega.engines.backend import Backend, ModelPart, is_compiled, open_backend, resolve_precision
 from bottega.measurements import MemoryPrediction, PredictionUnavailable, format_bytes
 from bottega.run.checks import find_checkpoint_folder
 from bottega.run.compose import build_plain_loader, count_total_steps, resolve_micro_batch_size
@@ -42,12 +42,13 @@ class RunPrediction:
     samples: int
     epochs: float
     checkpoint_bytes: int
+    """0 if the model can only be built with its weights."""
     num_checkpoints: int
     """Checkpoints on the disk at once: those that are kept, the best if there is validation data, and one that replaces another."""
     disk_free: int
     parts: list[ModelPart]
     model_memory: dict[str, int]
-    """Bytes of weights, gradients, optimizer and averaged weights, which are there whatever a step computes."""
+    """Bytes of weights, gradients, optimizer and averaged weights, as far as they are known without building the model."""
     memory: MemoryPrediction | None
     """Memory of a step at its peak; None if a step cannot be simulated."""
     available_memory: int | None
@@ -72,7 +73,8 @@ class MemoryPredictor:
     def __init__(self, recipe: Recipe, plan: TrainingPlan, *, device_type: str) -> None:
         self.recipe, self.plan, self.device_type = recipe, plan, device_type
         self.backend: Backend = open_backend(recipe.engine)
-        self.batch_size = get_global_batch_size(recipe, 1) // World.from_environment().data_size
+        num_processes = World.from_environment().data_size
+        self.batch_size = get_global_batch_size(recipe, num_processes) // num_processes
         self._batch: Batch | None = None
 
     @property
@@ -94,10 +96,8 @@ class MemoryPredictor:
         )
 
     def resolve_precision(self, training: Training) -> str:
-        """Return fp32, bf16 or fp16: `auto` is bf16 on a GPU."""
-        if training.mixed_precision != "auto":
-            return training.mixed_precision
-        return "bf16" if self.device_type == "cuda" else "fp32"
+        """Return fp32, bf16 or fp16."""
+        return resolve_precision(training, self.device_type)
 
 
 def build_longest_batch(source: Source, size: int) -> Batch:
@@ -129,10 +129,11 @@ def predict_run(predictor: MemoryPredictor) -> RunPrediction:
     loader = build_plain_loader(recipe, plan.training, data_size=World.from_environment().data_size, order=plan.order)
     steps = count_total_steps(recipe, loader)
     estimate = backend.estimate_memory(plan.task, training, seed=recipe.seed)
+    parts = backend.list_parts(plan.task, training, seed=recipe.seed)
     return RunPrediction(
         device=predictor.device_type,
         precision=predictor.resolve_precision(training),
-        is_compiled=training.compile is True or (predictor.device_type == "cuda" and training.compile is not False),
+        is_compiled=is_compiled(plan.task, training, predictor.device_type),
         batch_size=predictor.batch_size,
         micro_batch_size=min(micro_batch_size or predictor.batch_size, predictor.batch_size),
         steps=steps,
@@ -141,12 +142,11 @@ def predict_run(predictor: MemoryPredictor) -> RunPrediction:
         checkpoint_bytes=estimate.checkpoint,
         num_checkpoints=recipe.checkpoint.keep + (1 if plan.validation is None else 2),
         disk_free=shutil.disk_usage(find_checkpoint_folder(recipe)).free,
-        parts=backend.list_parts(plan.task, seed=recipe.seed),
+        parts=parts,
         model_memory={
             "weights": estimate.weights,
-            "gradients": estimate.gradients,
-            "optimizer": estimate.optimizer,
-            "averaged weights": estimate.average,
+            **({"gradients": estimate.gradients, "optimizer": estimate.optimizer} if parts else {}),
+            **({"averaged weights": estimate.average} if estimate.average else {}),
         },
         memory=memory,
         available_memory=available,
@@ -157,12 +157,12 @@ def predict_run(predictor: MemoryPredictor) -> RunPrediction:
 def format_prediction(prediction: RunPrediction) -> str:
     """Format a prediction for the terminal."""
     lines = [*_format_parts(prediction.parts), "", *_format_memory(prediction), ""]
-    checkpoints = f"{prediction.num_checkpoints} of {format_bytes(prediction.checkpoint_bytes)}"
+    disk_free = f"{format_bytes(prediction.disk_free)} of disk are free"
+    sizes = f"of {format_bytes(prediction.checkpoint_bytes)}, {format_bytes(prediction.disk_bytes)} in all"
     lines += [
-        f"{'steps':<14}{prediction.steps:,} of {prediction.batch_size:,} samples: {prediction.samples:,} samples, "
+        f"{'steps':<14}{prediction.steps:,} of {prediction.samples // prediction.steps:,} samples: {prediction.samples:,} samples, "
         f"{prediction.epochs:.3g} epochs",
-        f"{'checkpoints':<14}{checkpoints}, {format_bytes(prediction.disk_bytes)} in all; "
-        f"{format_bytes(prediction.disk_free)} of disk are free",
+        f"{'checkpoints':<14}{prediction.num_checkpoints} {sizes if prediction.checkpoint_bytes else 'of unknown size'}; {disk_free}",
     ]
     return "\n".join([*lines, *(f"note: {note}" for note in prediction.notes)])
 

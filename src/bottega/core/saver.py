@@ -18,7 +18,6 @@ from bottega.core.callback import Progress
 from bottega.core.engine import Snapshot
 from bottega.core.errors import BottegaError, CheckpointError, EnvironmentProblem
 from bottega.core.types import Tensors
-from bottega.terminal import print_notice
 
 T = TypeVar("T")
 
@@ -155,9 +154,7 @@ def explain_os_error(error: OSError, path: Path, needed_bytes: int = 0) -> Botte
     return EnvironmentProblem(f"cannot write {path}: {reason}{size_note}{advice}")
 
 
-def check_disk_space(
-    folder: Path, *, size: int, keep: int, has_best: bool = False, warn: Callable[[str], None] | None = None
-) -> None:
+def check_disk_space(folder: Path, *, size: int, keep: int, has_best: bool, warn: Callable[[str], None]) -> None:
     """Raise if two checkpoints of `size` bytes do not fit on the disk; warn if all that are there at once do not.
 
     These are `keep`, one more while it replaces another, and with `has_best` that of the best evaluation.
@@ -174,8 +171,5 @@ def check_disk_space(
     count = keep + 1 + has_best
     if size * count > available:
         others = "the best, and one more while replacing" if has_best else "one more checkpoint while replacing"
-        text = (
-            f"checkpoint.keep={keep} needs {count * size:,} bytes ({others}), {available:,} are available; "
-            "lower checkpoint.keep or free some space"
-        )
-        print_notice(f"bottega: {text}") if warn is None else warn(text)
+        needed = f"checkpoint.keep={keep} needs {count * size:,} bytes ({others}), {available:,} are available"
+        warn(f"{needed}; lower checkpoint.keep or free some space")

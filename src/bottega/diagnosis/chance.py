@@ -15,7 +15,7 @@ from bottega.diagnosis.overrides import (
     suggest_capacity,
     suggest_lower_rate,
 )
-from bottega.diagnosis.series import get_metric, get_task, require_data
+from bottega.diagnosis.series import get_metric, get_task, require_data, require_finished
 from bottega.run_files.record import RunRecord
 
 NUM_STANDARD_ERRORS = 2.0
@@ -29,6 +29,7 @@ NUM_LAST_EVALUATIONS = 3
 
 def find_metric_at_chance(record: RunRecord) -> Finding | None:
     """The validation accuracy is that of a guess."""
+    require_finished(record)
     metric, chance = get_chance_level(record)
     steps, values = get_metric(record, "eval", metric, minimum=2)
     count = record.data.get("splits", {}).get("validation")

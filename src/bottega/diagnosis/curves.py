@@ -17,6 +17,7 @@ from bottega.diagnosis.overrides import (
     suggest_shorter_run,
 )
 from bottega.diagnosis.series import (
+    CONVERGED_FRACTION,
     TrainingCurve,
     get_metric,
     get_task,
@@ -38,8 +39,6 @@ UNDERFITTED_FRACTION = 0.5
 """Final training loss, as a fraction of its start, above which a model has fitted little of its training data."""
 MAX_GAP = 1.1
 """Ratio of validation to training loss below which there is no gap: the model has memorised nothing."""
-CONVERGED_FRACTION = 0.05
-"""Final training loss, as a fraction of its start, below which a run has converged, whatever its curve looks like."""
 SLOW_SHARE, SLOW_SHARE_WHEN_DECAYED = 0.12, 0.3
 """Share of the whole fall of the training loss in the last quarter of a run from which it was still falling. The loss also falls
 while a rate decays: healthy runs with a completed decay have up to 0.23, a straight line has 0.29."""

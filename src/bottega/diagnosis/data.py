@@ -89,7 +89,7 @@ def _get_comparison(record: RunRecord) -> dict[str, Any]:
     require_data(record)
     comparison = record.data.get("duplicates")
     if comparison == {}:
-        raise NotRecorded(f"samples of the task {record.state['task']} are not compared")
+        raise NotRecorded(f"samples of the task {record.get('task')} are not compared")
     if not isinstance(comparison, dict) or not all(
         isinstance(split, dict) and "share" in split
         for split in (comparison.get("train"), *(comparison[name] for name in HELD_OUT if name in comparison))
@@ -104,7 +104,7 @@ def _format_count(count: int, total: int) -> str:
 
 def _suggest_deduplication(record: RunRecord, key: str) -> str:
     """Return the override that drops equal samples; texts that stay equal in their tokens alone are near duplicates."""
-    is_text = record.state["task"] == "language" or record.get("data.input") == "text"
+    is_text = record.get("task") == "language" or record.get("data.input") == "text"
     method = "near" if is_text and record.get(f"{key}.deduplicate.method") == "exact" else "exact"
     return f"{key}.deduplicate.method={method}"
 
@@ -112,13 +112,12 @@ def _suggest_deduplication(record: RunRecord, key: str) -> str:
 def find_class_imbalance(record: RunRecord) -> Finding | None:
     """Rare classes are recognised far less often than the others."""
     require_data(record)
-    classes, task = record.data.get("classes"), record.state["task"]
+    classes, task = record.data.get("classes"), record.get("task")
     if task != "classify" or record.get("data.multi_label") or not classes or len(classes) < 2:
         return None  # other tasks have no class weights, and several labels of a sample are not counted
+    # Rare samples that are memorised stay so: beside class weights, neither the focal loss nor weight decay helped.
     if record.get("loss.class_weights") is not None:
-        return (
-            None  # rare samples that are memorised stay so: neither the focal loss nor weight decay helped in addition
-        )
+        return None
     per_class = record.evaluation.get("per_class")
     if not isinstance(per_class, dict):
         raise NotRecorded("no evaluation with metrics of each class")
@@ -222,7 +221,7 @@ def _has_plain_samples(record: RunRecord) -> bool:
     A segment of recall and an episode of maml have several answers, and the parts of multitask have metrics of their own.
     """
     techniques = [t.get("name") if isinstance(t, dict) else t for t in record.get("techniques") or ()]
-    return record.state["task"] not in ("recall", "multitask") and "maml" not in techniques
+    return record.get("task") not in ("recall", "multitask") and "maml" not in techniques
 
 
 def _suggest_larger_validation(record: RunRecord, num_samples: int, needed: int) -> str | None:
@@ -231,7 +230,7 @@ def _suggest_larger_validation(record: RunRecord, num_samples: int, needed: int)
     if num_samples < splits["validation"]:  # evaluation.max_batches
         batch_size = record.get("evaluation.batch_size") or record.get("training.batch_size")
         return f"evaluation.max_batches={math.ceil(needed / batch_size)}"
-    if record.get("data.validation.limit") is not None:
+    if num_samples >= (record.get("data.validation.limit") or math.inf):
         return f"data.validation.limit={needed}"
     if record.get("data.validation.kind") == "synthetic":
         return f"data.validation.num_samples={needed}"

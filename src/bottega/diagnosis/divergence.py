@@ -30,7 +30,7 @@ def find_divergence(record: RunRecord) -> Finding | None:
     num_bad = record.log.num_nonfinite.get("loss", 0)
     is_stopped = record.state.get("state") == "diverged"
     series = record.log.get("train", "loss")
-    num_logged = num_bad + (0 if series is None else len(series))
+    num_logged = num_bad + (0 if series is None else series.num_added)
     is_often_bad = num_bad > MAX_BAD_SHARE * num_logged
     try:
         steps, losses = get_metric(record, "train", "loss", minimum=2)

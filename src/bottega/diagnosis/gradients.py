@@ -24,7 +24,7 @@ MIN_EXPLODED_ROWS = 2
 """Logged steps with such a norm: a single one may be one bad batch."""
 VANISHING_RATIO = 0.01
 """Ratio of the gradient norm of a block to the largest of all modules below which it vanishes; healthy runs have at least 0.036."""
-SMALL_FALL = 0.2
+MAX_FALL_WHEN_VANISHED = 0.2
 """Fall of the training loss, as a fraction of its start, above which small gradients have done their work."""
 SCALE_DEPENDENT_OPTIMIZERS = ("sgd",)
 """Optimizers whose update grows with the gradient, so that an exploding one is the cause of a divergence. The updates of others
@@ -78,7 +78,7 @@ def find_vanishing_gradients(record: RunRecord) -> Finding | None:
     weakest, strongest = min(blocks, key=blocks.__getitem__), max(norms, key=norms.__getitem__)
     if norms[weakest] >= VANISHING_RATIO * norms[strongest]:
         return None
-    if curve.start - curve.end > SMALL_FALL * abs(curve.start):
+    if curve.start - curve.end > MAX_FALL_WHEN_VANISHED * abs(curve.start):
         return None
     return Finding(
         "vanishing-gradients",

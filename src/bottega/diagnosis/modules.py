@@ -97,7 +97,7 @@ def find_collapsed_experts(record: RunRecord) -> Finding | None:
     loads = [record.log.last_rows.get("eval", {}).get(f"load/{number}") for number in range(num_experts)]
     unused = sum(load < 0.1 / num_experts for load in loads if load is not None)
     detail = f"; {unused} of them get less than a tenth of their share" if unused else ""
-    key = "load_balancing_weight" if record.state["task"] == "routing" else "balance_weight"
+    key = "load_balancing_weight" if record.get("task") == "routing" else "balance_weight"
     weight = record.get(f"model.{key}") or 0.0
     is_balanced = (record.get("model.balance") or "loss") == "loss" and weight >= BALANCE_WEIGHT
     new_weight = 10 * weight if is_balanced else BALANCE_WEIGHT

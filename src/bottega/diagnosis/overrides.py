@@ -88,14 +88,14 @@ def suggest_longer_run(record: RunRecord, factor: int = 2) -> str:
         if isinstance(epochs, int)
         else f"training.max_steps={factor * get_num_steps(record)}"
     )
-    return " ".join([length, *list_decay_words(record)])
+    return " ".join([length, *list_decay_overrides(record)])
 
 
 def suggest_faster_training(record: RunRecord) -> str:
     """Return the override for a higher rate if the updates are small, else for a longer run; both end at a low rate."""
     ratio = get_update_ratio_or_default(record)
     if ratio < SLOW_UPDATE_RATIO:
-        return " ".join([suggest_higher_rate(record, ratio), *list_decay_words(record)])
+        return " ".join([suggest_higher_rate(record, ratio), *list_decay_overrides(record)])
     return suggest_longer_run(record)
 
 
@@ -107,13 +107,13 @@ def get_update_ratio_or_default(record: RunRecord) -> float:
         return TARGET_UPDATE_RATIO
 
 
-def suggest_decay(record: RunRecord) -> str:
-    """Return the override for a schedule that ends at a low learning rate."""
-    return " ".join(list_decay_words(record)) or "training.scheduler.min_ratio=0"
+def suggest_decay(record: RunRecord) -> str | None:
+    """Return the override for a schedule that ends at a low learning rate; None if the recipe has one."""
+    return " ".join(list_decay_overrides(record)) or None
 
 
-def list_decay_words(record: RunRecord) -> list[str]:
-    """Return the words that make the learning rate end near zero; none if it does."""
+def list_decay_overrides(record: RunRecord) -> list[str]:
+    """Return the overrides that make the learning rate end near zero; none if it does."""
     words = [] if record.get("training.scheduler.name") == "cosine" else ["training.scheduler.name=cosine"]
     has_floor = any(record.get(f"training.scheduler.{key}") for key in ("min_ratio", "eta_min"))
     return words + (["training.scheduler.min_ratio=0"] if has_floor else [])

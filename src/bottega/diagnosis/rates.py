@@ -13,6 +13,7 @@ from bottega.diagnosis.overrides import (
     suggest_lower_rate,
 )
 from bottega.diagnosis.series import (
+    CONVERGED_FRACTION,
     HIGH_RATE,
     TrainingCurve,
     get_highest_update_ratio,
@@ -39,8 +40,6 @@ STAGNANT_FALL = 0.2
 """Fall of the training loss, as a fraction of its start, below which large updates have led nowhere."""
 SMALL_FALL = 0.1
 """Fall of the training loss, as a fraction of its start, below which it has hardly moved."""
-CONVERGED_FRACTION = 0.05
-"""Final training loss, as a fraction of its start, below which the rate has served its purpose."""
 
 
 def find_rate_too_high(record: RunRecord) -> Finding | None:

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 
+from bottega.data.prepare.media import MAX_DECODED_BYTES
 from bottega.diagnosis.finding import Finding, NotRecorded
 from bottega.diagnosis.series import get_metric
 from bottega.measurements import format_bytes
@@ -22,8 +23,6 @@ MIN_ACTIVATION_SHARE = 0.25
 """Share of the peak that activations have to have for a smaller micro-batch to help."""
 MIN_OPTIMIZER_SHARE = 0.2
 """Share of the peak that the optimizer's state has to have for adafactor, which has almost none, to help."""
-MAX_DECODED_BYTES = 2 << 30
-"""Bytes of images above which `data.store: auto` stores them encoded."""
 MIN_BATCH_FACTOR, MAX_BATCH_FACTOR = 4, 16
 """Limits of the factor on the batch size that is advised for an idle GPU.
 
@@ -87,7 +86,7 @@ def find_idle_gpu(record: RunRecord) -> Finding | None:
         "idle-gpu",
         f"the GPU was in use for {percent:.0f} % of the time, and {100 * wait:.0f} % was spent waiting for data",
         (int(steps[1]), int(steps[-1])),
-        _suggest_larger_pieces(record, percent),
+        _suggest_more_work_per_kernel(record, percent),
     )
 
 
@@ -95,15 +94,36 @@ def _is_gpu(record: RunRecord) -> bool:
     return str(record.environment.get("device", "")).startswith("cuda")
 
 
-def _suggest_larger_pieces(record: RunRecord, percent: float) -> str | None:
+def _count_samples_per_process(record: RunRecord) -> int:
+    """Return the samples of a step on one process; with gradient accumulation, the recipe's batch is already that of one."""
+    batch_size = int(record.get("training.batch_size") or 1)
+    accumulation = record.get("training.gradient_accumulation_steps")
+    if isinstance(accumulation, int):
+        return batch_size * accumulation
+    return math.ceil(batch_size / max(1, int(record.environment.get("world") or 1)))
+
+
+def _count_samples_per_pass(record: RunRecord) -> int | None:
+    """Return the samples of one forward pass on one process; None if training finds the size that fits."""
+    micro_batch_size = record.get("training.micro_batch_size")
+    if micro_batch_size == "auto":
+        return None
+    if not isinstance(micro_batch_size, int):
+        is_accumulated = record.get("training.gradient_accumulation_steps") is not None
+        micro_batch_size = record.get("training.batch_size") if is_accumulated else None
+    per_process = _count_samples_per_process(record)
+    return min(micro_batch_size, per_process) if isinstance(micro_batch_size, int) else per_process
+
+
+def _suggest_more_work_per_kernel(record: RunRecord, percent: float) -> str | None:
     """Return the override that gives the GPU more work at once, at first one that leaves the result as it is.
 
     None if neither memory nor data allow a batch of twice the size.
     """
     batch_size = int(record.get("training.batch_size") or 1)
-    micro_batch_size = record.get("training.micro_batch_size")
-    accumulation = record.get("training.gradient_accumulation_steps")
-    if isinstance(micro_batch_size, int) and micro_batch_size < batch_size:
+    accumulation, samples_per_pass = record.get("training.gradient_accumulation_steps"), _count_samples_per_pass(record)
+    is_split = samples_per_pass is not None and samples_per_pass < _count_samples_per_process(record)
+    if is_split and isinstance(record.get("training.micro_batch_size"), int):
         return "training.micro_batch_size=auto"
     if accumulation is not None and accumulation > 1:
         # A step then has the same samples, in pieces as large as fit.
@@ -152,12 +172,9 @@ def _suggest_less_memory(record: RunRecord, peak: int) -> str | None:
     adafactor = "training.optimizer.name=adafactor" if optimizer >= MIN_OPTIMIZER_SHARE * peak > 0 else None
     if activations < MIN_ACTIVATION_SHARE * peak and adafactor is not None:
         return adafactor
-    world = max(1, int(record.environment.get("world") or 1))
-    micro_batch_size = record.get("training.micro_batch_size")
-    if micro_batch_size is None:
-        micro_batch_size = math.ceil(int(record.get("training.batch_size") or 1) / world)
-    if isinstance(micro_batch_size, int) and micro_batch_size > 1:
-        return f"training.micro_batch_size={math.ceil(micro_batch_size / 2)}"
+    samples_per_pass = _count_samples_per_pass(record)
+    if samples_per_pass is not None and samples_per_pass > 1:
+        return f"training.micro_batch_size={math.ceil(samples_per_pass / 2)}"
     if not record.get("training.gradient_checkpointing"):
         return "training.gradient_checkpointing=true"
     if adafactor is None and isinstance(length := record.get("data.sequence_length"), int) and length > 1:

@@ -26,20 +26,20 @@ RULES: dict[str, Rule] = {
 }
 """Name of the finding -> its rule, in the order of the output."""
 
-LEARNING = ("metric-at-chance", "overfitting", "underfitting", "plateau", "slow-convergence")
+LEARNING_FINDINGS = ("metric-at-chance", "overfitting", "underfitting", "plateau", "slow-convergence")
 """Findings about what was learned, which say little about a run whose updates are wrong."""
-DAMAGE = ("vanishing-gradients", "dead-units", "collapsed-experts")
+MODULE_FINDINGS = ("vanishing-gradients", "dead-units", "collapsed-experts")
 """Findings about modules, which updates that are too large leave behind."""
 CONSEQUENCES: dict[str, tuple[str, ...]] = {
-    "divergence": ("exploding-gradients", "learning-rate-too-high", *DAMAGE, *LEARNING),
-    "exploding-gradients": ("learning-rate-too-high", *DAMAGE, *LEARNING),
-    "learning-rate-too-high": ("vanishing-gradients", *LEARNING),
-    "learning-rate-too-low": ("vanishing-gradients", *LEARNING),
-    "dead-units": ("vanishing-gradients", *LEARNING),  # no gradient passes through units that are not active
-    "vanishing-gradients": LEARNING,
+    "divergence": ("exploding-gradients", "learning-rate-too-high", *MODULE_FINDINGS, *LEARNING_FINDINGS),
+    "exploding-gradients": ("learning-rate-too-high", *MODULE_FINDINGS, *LEARNING_FINDINGS),
+    "learning-rate-too-high": ("vanishing-gradients", *LEARNING_FINDINGS),
+    "learning-rate-too-low": ("vanishing-gradients", *LEARNING_FINDINGS),
+    "dead-units": ("vanishing-gradients", *LEARNING_FINDINGS),  # no gradient passes through units that are not active
+    "vanishing-gradients": LEARNING_FINDINGS,
     "collapsed-experts": ("dead-units",),
     "leak-between-splits": ("duplicates",),  # its evidence is the same samples, and its override removes both
-    "metric-at-chance": LEARNING[1:],  # nothing was learned that applies to other data, so no curve says more
+    "metric-at-chance": LEARNING_FINDINGS[1:],  # nothing was learned that applies to other data, so no curve says more
 }
 """Name of a finding -> findings that it explains, which are left out beside it. Divergence is not found where exploding gradients
 are its cause."""

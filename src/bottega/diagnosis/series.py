@@ -17,6 +17,8 @@ MIN_TRAIN_ROWS = 8
 """Logged steps from which a curve can be judged: two in each quarter of the run."""
 FINISHED_FRACTION = 0.9
 """Fraction of the planned steps from which a run is judged as a finished one; its last steps may not be logged."""
+CONVERGED_FRACTION = 0.05
+"""Final training loss, as a fraction of its start, below which a run has converged, whatever its curve looks like."""
 DECAYED_RATE = 0.3
 """Final learning rate, as a fraction of the peak, below which a schedule counts as completed."""
 CROSS_ENTROPY_TASKS = ("language", "classify")

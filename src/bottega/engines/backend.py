@@ -27,6 +27,8 @@ class MemoryEstimate(NamedTuple):
     gradients: int = 0
     optimizer: int = 0
     average: int = 0
+    saved_weights: int = 0
+    """Bytes of the weights that a checkpoint has: all that the task trains, whether or not the recipe freezes them."""
 
     @property
     def total(self) -> int:
@@ -35,8 +37,22 @@ class MemoryEstimate(NamedTuple):
 
     @property
     def checkpoint(self) -> int:
-        """Bytes of one checkpoint: frozen weights are not saved, and trained ones have gradients of their size."""
-        return self.gradients + self.optimizer + self.average
+        """Bytes of one checkpoint."""
+        return self.saved_weights + self.optimizer + self.average
+
+
+def is_compiled(task: Task, training: Training, device_type: str) -> bool:
+    """Return whether an engine compiles the model: by default on a GPU, and never if the task calls it with other weights."""
+    if task.needs_unwrapped_model or task.gradient_surgery:
+        return False
+    return training.compile is True or (device_type == "cuda" and training.compile is not False)
+
+
+def resolve_precision(training: Training, device_type: str) -> str:
+    """Return fp32, bf16 or fp16: `auto` is bf16 on a GPU."""
+    if training.mixed_precision != "auto":
+        return training.mixed_precision
+    return "bf16" if device_type == "cuda" else "fp32"
 
 
 class ModelPart(NamedTuple):
@@ -109,7 +125,7 @@ class Backend(ABC):
         """Raise OutOfMemory if the model does not fit on the device."""
 
     @abstractmethod
-    def list_parts(self, task: Task, *, seed: int) -> list[ModelPart]:
+    def list_parts(self, task: Task, training: Training, *, seed: int) -> list[ModelPart]:
         """Return each model of a task, and its parts below it; nothing if only the model's files are known."""
 
     @abstractmethod

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,12 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from bottega.core.errors import UsageError
+from bottega.core.errors import UsageError, first_line
 from bottega.core.model_spec import ModelSpec, resolve_reference
 from bottega.core.task import Task
+
+MAX_FROZEN_BYTES = 1 << 30
+"""Size of the folders of frozen models, such as an autoencoder, that are read because they cannot be built without data."""
 
 
 def build_models(task: Task, seed: int) -> dict[str, Any]:
@@ -59,6 +63,25 @@ def _build_with_changes(spec: ModelSpec, seed: int) -> Any:
     return model
 
 
+class MetaBuildFailed(Exception):
+    """A model cannot be built on the meta device; the message is the error of its constructor."""
+
+
+@contextmanager
+def _meta_device() -> Iterator[None]:
+    """Create every tensor on the meta device; raise MetaBuildFailed where a model cannot be built there.
+
+    transformers and diffusers cannot load weights there, and other models may need values, such as the largest of an index.
+    """
+    try:
+        with torch.device("meta"), MetaDeviceMode():
+            yield
+    except UsageError:
+        raise
+    except Exception as error:
+        raise MetaBuildFailed(f"{type(error).__name__}: {first_line(error)}") from error
+
+
 def build_meta_model(task: Task, seed: int) -> nn.Module | None:
     """Return the trained model of a task on the meta device, without reading pretrained weights.
 
@@ -66,51 +89,45 @@ def build_meta_model(task: Task, seed: int) -> nn.Module | None:
     """
     spec = replace(task.specs()["model"], pretrained=None)
     try:
-        with torch.device("meta"), MetaDeviceMode():
+        with _meta_device():
             model: nn.Module = _build_with_changes(spec, seed)
             return model
-    except UsageError:
-        raise
-    except Exception:
+    except MetaBuildFailed:
         return None
 
 
 def build_meta_models(task: Task, seed: int) -> Mapping[str, nn.Module] | None:
     """Return the models of a task on the meta device; None if one of them can only be built from its folder."""
     try:
-        with torch.device("meta"), MetaDeviceMode():
+        with _meta_device():
             return build_models(task, seed)
-    except UsageError:
-        raise
-    except Exception:  # transformers and diffusers cannot load weights on the meta device, and raise different classes
+    except MetaBuildFailed:
         return None
 
 
-def build_meta_models_with_frozen(task: Task, seed: int, *, max_bytes: int) -> Mapping[str, nn.Module] | None:
+def build_meta_models_with_frozen(
+    task: Task, seed: int, *, max_bytes: int = MAX_FROZEN_BYTES
+) -> Mapping[str, nn.Module]:
     """Return the models of a task on the meta device; frozen ones that cannot be built there are loaded from their folders.
 
-    None if the trained model cannot be built on the meta device, or if these folders have more than `max_bytes`.
+    Raises MetaBuildFailed if the trained model cannot be built on the meta device, or if these folders have more than `max_bytes`.
     """
-    models = build_meta_models(task, seed)
-    if models is not None:
-        return models
-    specs = task.specs()
-    frozen = {name: spec for name, spec in specs.items() if name != "model"}
-    folders = [spec.config for spec in frozen.values()]
-    if not all(isinstance(folder, Path) and folder.is_dir() for folder in folders):
-        return None
-    if sum(path.stat().st_size for folder in folders for path in folder.rglob("*") if path.is_file()) > max_bytes:
-        return None
-    loaded = {name: _build_with_changes(spec, seed) for name, spec in frozen.items()}
     try:
-        with torch.device("meta"), MetaDeviceMode():
-            model = build_model(specs["model"], seed)
-            for change in specs["model"].changes:
-                change({**loaded, "model": model}, seed)
-    except UsageError:
-        raise
-    except Exception:
-        return None
+        with _meta_device():
+            return build_models(task, seed)
+    except MetaBuildFailed:
+        specs = task.specs()
+        frozen = {name: spec for name, spec in specs.items() if name != "model"}
+        folders = [spec.config for spec in frozen.values()]
+        if not frozen or not all(isinstance(folder, Path) and folder.is_dir() for folder in folders):
+            raise
+        if sum(path.stat().st_size for folder in folders for path in folder.rglob("*") if path.is_file()) > max_bytes:
+            raise
+    loaded = {name: _build_with_changes(spec, seed) for name, spec in frozen.items()}
+    with _meta_device():
+        model = build_model(specs["model"], seed)
+        for change in specs["model"].changes:
+            change({**loaded, "model": model}, seed)
     return {"model": model, **loaded}
 
 

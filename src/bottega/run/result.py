@@ -1,4 +1,4 @@
-"""The end of a finished run: a sample, the result, the report, warnings, and the commands to try next."""
+"""The end of a run: a sample, the result, the diagnosis, the report, and the commands to try next."""
 
 from __future__ import annotations
 

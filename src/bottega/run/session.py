@@ -274,6 +274,7 @@ class Session:
             size=engine.checkpoint_bytes(),
             keep=self.recipe.checkpoint.keep,
             has_best=plan.validation is not None,
+            warn=self.console.warn,
         )
 
     def _print_summary(self, workload: Workload, engine: Engine, progress: Progress) -> None:

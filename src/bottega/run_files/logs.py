@@ -1,4 +1,4 @@
-"""Curves of a run: metrics.jsonl as series of points, thinned so that a page stays small and no extreme value is lost."""
+"""The logs of a run as series of points, thinned so that their memory is bounded and no extreme value is lost."""
 
 from __future__ import annotations
 
@@ -38,11 +38,14 @@ class Series:
 
     def __init__(self) -> None:
         self.steps, self.samples, self.values = array("d"), array("d"), array("d")
+        self.num_added = 0
+        """Number of points that were added, before any thinning."""
         self._means, self._weights = array("d"), array("d")
         """Of the points that were thinned already, which come first; others are their own mean and have weight 1."""
 
     def add(self, step: float, samples: float, value: float) -> None:
         """Append a point."""
+        self.num_added += 1
         self.steps.append(step)
         self.samples.append(samples)
         self.values.append(value)

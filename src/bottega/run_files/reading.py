@@ -1,4 +1,4 @@
-"""Files inside a run directory: what lies outside of it, behind a link, is not part of a report."""
+"""Reading files of a run directory: what lies outside of it, behind a link, is left out with a note."""
 
 from __future__ import annotations
 

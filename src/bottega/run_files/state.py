@@ -126,8 +126,8 @@ def _read_last_row(path: Path) -> dict[str, Any]:
     for line in reversed(_read_tail(path)):
         try:
             row = json.loads(line)
-        except ValueError:
-            continue  # truncated by a killed process
+        except (ValueError, RecursionError):
+            continue  # truncated by a killed process, or not a log
         return row if isinstance(row, dict) else {}
     return {}
 

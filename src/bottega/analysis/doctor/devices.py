@@ -133,7 +133,8 @@ def _find_driver_problems(probe: ProbeResult, *, is_needed: bool) -> Iterator[Pr
     """Yield why torch cannot use an NVIDIA GPU that this machine has; they stop training only if a GPU was asked for."""
     driver = next(iter(probe.select("driver")), {})
     torch = next(iter(probe.select("torch")), None)
-    if error := driver.get("nvml_error"):
+    has_gpu = driver.get("num_cards") or driver.get("num_devices") or driver.get("version")
+    if (error := driver.get("nvml_error")) and has_gpu:  # the package may be installed on a machine without a GPU
         yield Problem(
             "driver",
             f"the NVIDIA driver does not answer (NVML: {error})",
@@ -154,16 +155,22 @@ def _find_driver_problems(probe: ProbeResult, *, is_needed: bool) -> Iterator[Pr
         newest = f"CUDA {driver['cuda']} or older" if driver.get("cuda") else "CUDA"
         message = f"torch {torch['version']} was built without CUDA, but this machine has an NVIDIA GPU"
         remedy = f"install a torch built for {newest}: {INSTALL_TORCH}"
-    elif torch["visible_devices"] is not None:
-        message = f"CUDA_VISIBLE_DEVICES={torch['visible_devices']!r} hides the GPUs of this machine"
-        remedy = "unset it, or name existing GPUs, such as CUDA_VISIBLE_DEVICES=0"
     elif torch["cuda"] and driver.get("cuda") and _major(torch["cuda"]) > _major(driver["cuda"]):
         message = f"torch is built for CUDA {torch['cuda']}, but the driver supports CUDA {driver['cuda']} at most"
         remedy = f"update the driver, or install a torch built for CUDA {driver['cuda']} or older: {INSTALL_TORCH}"
+    elif torch["visible_devices"] is not None and not _names_existing_gpu(torch["visible_devices"], num_devices):
+        message = f"CUDA_VISIBLE_DEVICES={torch['visible_devices']!r} hides the GPUs of this machine"
+        remedy = "unset it, or name existing GPUs, such as CUDA_VISIBLE_DEVICES=0"
     else:
         message = f"torch cannot use the NVIDIA GPU of this machine: {torch['cuda_error'] or 'it gives no reason'}"
         remedy = "check that nvidia-smi works, and that /dev/nvidia* can be read"
     yield Problem("driver", message, remedy, stops_training=is_needed)
+
+
+def _names_existing_gpu(variable: str, num_devices: int) -> bool:
+    """Return whether the first entry of CUDA_VISIBLE_DEVICES is a GPU that exists; a UUID is taken for one."""
+    first = variable.split(",")[0].strip()
+    return first.startswith(("GPU-", "MIG-")) or (first.isdecimal() and int(first) < num_devices)
 
 
 def _major(version: str) -> int:

@@ -105,10 +105,10 @@ class TorchBackend(Backend):
 
         sizing.check_memory(estimate, choose_device(device))
 
-    def list_parts(self, task: Task, *, seed: int) -> list[ModelPart]:
+    def list_parts(self, task: Task, training: Training, *, seed: int) -> list[ModelPart]:
         from bottega.engines.torch import sizing
 
-        return sizing.list_parts(task, seed=seed)
+        return sizing.list_parts(task, training, seed=seed)
 
     def predict_memory(self, task: Task, training: Training, batch: Batch, **options: Any) -> MemoryPrediction:
         from bottega.engines.torch import memory_prediction

@@ -24,6 +24,7 @@ from bottega.core.noise import Noise, derive_seed
 from bottega.core.schedule import ema_decay_at
 from bottega.core.task import Task
 from bottega.core.types import Batch, Rows
+from bottega.engines.backend import is_compiled
 from bottega.engines.host_memory import get_resident_memory
 from bottega.engines.torch import (
     compute,
@@ -107,10 +108,9 @@ class TorchEngine(Engine):
             self.model.checkpoint_blocks = True
 
         local_model: Any = self.model
-        # Without DDP, `_finish_gradients` sums the gradients over ranks.
-        self._is_unwrapped = task.needs_unwrapped_model or task.gradient_surgery
-        self._is_fused = self.device_type == "cuda" and training.compile is not False and not self._is_unwrapped
-        self._is_compiled = self._is_fused or (training.compile is True and not self._is_unwrapped)
+        self._is_unwrapped = task.needs_unwrapped_model or task.gradient_surgery  # `_finish_gradients` sums over ranks
+        self._is_compiled = is_compiled(task, training, self.device_type)
+        self._is_fused = self._is_compiled and self.device_type == "cuda"
         if self._is_compiled:
             # A CUDA graph holds one forward and its backward: several micro-batches would each need a copy.
             has_one_pass = self.micro_batch_size is None and training.micro_batch_size is None

@@ -23,13 +23,14 @@ from bottega.core.batch import batch_length, slice_batch
 from bottega.core.errors import BottegaError
 from bottega.core.task import Task
 from bottega.core.types import Batch
+from bottega.engines.backend import is_compiled, resolve_precision
 from bottega.engines.host_memory import get_resident_memory
 from bottega.engines.torch.engine import TorchEngine
 from bottega.engines.torch.memory_meter import ACTIVATIONS, CACHED_CASTS, WORKSPACE, MemoryMeter, compile_for_meter
 from bottega.engines.torch.noise import forget_compiled_draws
 from bottega.engines.torch.simulated_kernels import SimulatedKernels
 from bottega.measurements import MemoryPrediction, PredictionUnavailable
-from bottega.models.build import build_meta_models_with_frozen
+from bottega.models.build import MetaBuildFailed, build_meta_models_with_frozen
 from bottega.models.device import simulated_device
 from bottega.world import World
 
@@ -41,8 +42,6 @@ LATER_IMPORTS = 110 << 20
 """Bytes of what a training process loads after its model is built, measured on a CPU: metrics, trackers, checkpoints."""
 HEAP_OVERHEAD = 0.15
 """Memory that the C library does not return after tensors are freed, as a fraction of all tensors, measured on a CPU."""
-MAX_FROZEN_BYTES = 1 << 30
-"""Size of the folders of frozen models, such as an autoencoder, that are read because they cannot be built without data."""
 PROGRAM, HEAP = "program", "heap overhead"
 CATEGORIES = (
     *("weights", "frozen weights", "gradients", "optimizer", "averaged weights"),
@@ -64,12 +63,12 @@ def predict_memory(
     `micro_batch_size` replaces that of the recipe. Raises PredictionUnavailable for a task whose step depends on values.
     """
     try:
-        models = build_meta_models_with_frozen(task, seed, max_bytes=MAX_FROZEN_BYTES)
-        if models is None:
-            raise PredictionUnavailable("a model can only be built from its folder")
+        models = build_meta_models_with_frozen(task, seed)
         return _simulate_steps(
             task, training, batch, models, seed=seed, device_type=device_type, micro_batch_size=micro_batch_size
         )
+    except MetaBuildFailed as error:
+        raise PredictionUnavailable(f"a model can only be built with its weights: {error}") from error
     except (BottegaError, PredictionUnavailable):
         raise
     except Exception as error:  # any task or plugin may do what cannot be done without values
@@ -87,25 +86,26 @@ def _simulate_steps(
     device_type: str,
     micro_batch_size: int | None,
 ) -> MemoryPrediction:
-    program_memory, batch_bytes = get_resident_memory(), _count_batch_bytes(batch)
+    program_memory, batch_bytes = _measure_program_memory(), _count_batch_bytes(batch)
     if micro_batch_size is not None:
         batch = slice_batch(batch, 0, min(NUM_SIMULATED_PASSES * micro_batch_size, batch_length(batch)))
-    is_compiled = training.compile is True or (device_type == "cuda" and training.compile is not False)
-    precision = training.mixed_precision
-    if precision == "auto":
-        precision = "bf16" if device_type == "cuda" else "fp32"
+    has_compiled_model = is_compiled(task, training, device_type)
     settings = training.model_copy(
-        update={"compile": is_compiled, "mixed_precision": precision, "micro_batch_size": micro_batch_size}
+        update={
+            "compile": has_compiled_model,
+            "mixed_precision": resolve_precision(training, device_type),
+            "micro_batch_size": micro_batch_size,
+        }
     )
     meter = MemoryMeter()
     # In a compiled graph, the compiler decides what is saved for backward.
-    kernels = SimulatedKernels() if device_type == "cuda" and not is_compiled else nullcontext()
+    kernels = SimulatedKernels() if device_type == "cuda" and not has_compiled_model else nullcontext()
     fake_tensors = FakeTensorMode(allow_non_fake_inputs=True)
     with _isolated(), simulated_device(device_type), fake_tensors, meter, kernels, compile_for_meter(meter):
         with meter.category("weights"):
-            trained = {"model": _fake_copy(models["model"])}
+            trained = {"model": _replace_by_fake_tensors(models["model"])}
         with meter.category("frozen weights"):
-            frozen = {name: _fake_copy(model) for name, model in models.items() if name != "model"}
+            frozen = {name: _replace_by_fake_tensors(model) for name, model in models.items() if name != "model"}
         with meter.category("averaged weights"):
             engine = TorchEngine(
                 task,
@@ -136,6 +136,12 @@ def _simulate_steps(
     return MemoryPrediction(sum(categories.values()), categories)
 
 
+@functools.cache
+def _measure_program_memory() -> int:
+    """Return the memory of this process before its first prediction, which imports the compiler."""
+    return get_resident_memory()
+
+
 @contextmanager
 def _isolated() -> Iterator[None]:
     """Leave nothing behind: no compiled function, no changed random state, no log and no warning of the compiler."""
@@ -155,19 +161,19 @@ def _isolated() -> Iterator[None]:
         torch._dynamo.reset()
 
 
-def _fake_copy(model: nn.Module) -> nn.Module:
-    """Replace the parameters and buffers of a model on the meta device by fake ones on the CPU; shared ones stay shared."""
-    copies: dict[int, tuple[Tensor, Tensor]] = {}  # with the original, so that its id is not used again
+def _replace_by_fake_tensors(model: nn.Module) -> nn.Module:
+    """Replace the parameters and buffers of a model in place by fake ones on the CPU; shared ones stay shared. Return the model."""
+    fakes: dict[int, tuple[Tensor, Tensor]] = {}  # with the original, so that its id is not used again
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            if id(parameter) not in copies:
+            if id(parameter) not in fakes:
                 copy = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype), parameter.requires_grad)
-                copies[id(parameter)] = parameter, copy
-            setattr(module, name, copies[id(parameter)][1])
+                fakes[id(parameter)] = parameter, copy
+            setattr(module, name, fakes[id(parameter)][1])
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-            if id(buffer) not in copies:
-                copies[id(buffer)] = buffer, torch.empty(buffer.shape, dtype=buffer.dtype)
-            setattr(module, name, copies[id(buffer)][1])
+            if id(buffer) not in fakes:
+                fakes[id(buffer)] = buffer, torch.empty(buffer.shape, dtype=buffer.dtype)
+            setattr(module, name, fakes[id(buffer)][1])
     return model
 
 

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bottega.config.optimizers import FALLBACK_OPTIMIZER, OPTIMIZER_SPECS
+from bottega.config.parameter_groups import resolve_parameter_settings
 from bottega.config.training import Optimizer, Training
 from bottega.core.errors import OutOfMemory
 from bottega.core.task import Task
 from bottega.engines.backend import MemoryEstimate, ModelPart
 from bottega.engines.host_memory import get_available_memory
 from bottega.engines.torch.optimizers import is_hidden_matrix
-from bottega.models.build import build_meta_models
+from bottega.models.build import MetaBuildFailed, build_meta_models_with_frozen
 from bottega.world import World
 
 GIB = 1 << 30
@@ -25,7 +26,7 @@ GIB = 1 << 30
 
 def estimate_memory(task: Task, training: Training, *, seed: int, is_frozen: bool = False) -> MemoryEstimate:
     """Return the least memory that training needs; only the weights if `is_frozen`, or if only the model's files are known."""
-    models = build_meta_models(task, seed)
+    models = _build_models(task, seed)
     if models is None:
         size = sum(_list_file_sizes(task))
         return MemoryEstimate(num_parameters=size // 4, weights=size)
@@ -34,22 +35,42 @@ def estimate_memory(task: Task, training: Training, *, seed: int, is_frozen: boo
     weights, num_parameters = sum(map(_count_bytes, tensors)), sum(p.numel() for p in named_parameters.values())
     if is_frozen:
         return MemoryEstimate(num_parameters, weights)
-    trainable = {name: parameter for name, parameter in named_parameters.items() if task.is_trainable(name)}
+    names = _list_trainable_names(task, training, list(named_parameters))
+    trainable = {name: named_parameters[name] for name in names}
     gradients = sum(map(_count_bytes, trainable.values()))
     optimizer_state = sum(
         _estimate_state_bytes(name, parameter, training.optimizer) for name, parameter in trainable.items()
     )
     return MemoryEstimate(
-        num_parameters, weights, gradients, optimizer_state, gradients if training.ema is not None else 0
+        num_parameters,
+        weights,
+        gradients,
+        optimizer_state,
+        average=gradients if training.ema is not None else 0,
+        saved_weights=sum(_count_bytes(p) for name, p in named_parameters.items() if task.is_trainable(name)),
     )
 
 
-def list_parts(task: Task, *, seed: int) -> list[ModelPart]:
+def _build_models(task: Task, seed: int) -> Mapping[str, nn.Module] | None:
+    try:
+        return build_meta_models_with_frozen(task, seed)
+    except MetaBuildFailed:
+        return None
+
+
+def _list_trainable_names(task: Task, training: Training, names: list[str]) -> list[str]:
+    """Return the parameters that are trained at some step: neither the task nor the recipe freezes them for good."""
+    settings = resolve_parameter_settings(training, names, is_trainable=task.is_trainable)
+    return [name for name in names if settings[name].scale is not None]
+
+
+def list_parts(task: Task, training: Training, *, seed: int) -> list[ModelPart]:
     """Return each model of a task and the parts that a person would name; nothing if only the model's files are known."""
     parts: list[ModelPart] = []
-    for name, model in (build_meta_models(task, seed) or {}).items():
+    for name, model in (_build_models(task, seed) or {}).items():
         counts = {path: parameter.numel() for path, parameter in model.named_parameters()}
-        trainable = {path: counts[path] for path in counts if name == "model" and task.is_trainable(path)}
+        trainable_paths = _list_trainable_names(task, training, list(counts)) if name == "model" else []
+        trainable = {path: counts[path] for path in trainable_paths}
         parts.append(ModelPart(name, None, sum(counts.values()), sum(trainable.values())))
         depth = _choose_depth(counts)
         trainable_sizes = _sum_by_part(trainable, depth)
