@@ -4,7 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 # A process for each core; a file stays in one, because its tests share what they have trained.
-PARALLEL := -n auto --dist loadfile
+# Files are started in the order of collection (tests/conftest.py), not those with most tests first.
+PARALLEL := -n auto --dist loadfile --no-loadscope-reorder
 
 # Compiled once, not in every process that a test starts.
 unexport PYTHONDONTWRITEBYTECODE

@@ -33,8 +33,21 @@ for inherited in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
     os.environ.pop(inherited, None)
 
 
+TESTS = Path(__file__).parent
+LONGEST_FILES = (
+    "cli/test_file_faults.py",
+    "tuning/test_search.py",
+    "test_docs.py",
+    "cli/test_ranks.py",
+    "tuning/test_population.py",
+)
+"""Files whose campaigns take minutes: started first, so that no process is left with one of them at the end."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` with a reason unless `make test-gpu` runs them, which requires a GPU."""
+    """Put the longest files first. Skip tests marked `gpu` with a reason unless `make test-gpu` runs them, which requires a GPU."""
+    order = {f"{TESTS}/{name}": number for number, name in enumerate(LONGEST_FILES)}
+    items.sort(key=lambda item: order.get(str(item.path), len(order)))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
