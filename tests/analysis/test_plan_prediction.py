@@ -16,7 +16,7 @@ import bottega
 import small_run
 from bottega import cli
 from bottega.analysis import fit as fit_module
-from bottega.analysis.fit import FRAGMENTATION, fit_memory, parse_memory
+from bottega.analysis.fit import DEFAULT_MARGIN, MARGINS, fit_memory, parse_memory
 from bottega.analysis.probe import parse_price
 from bottega.config.training import Training
 from bottega.core.errors import OutOfMemory, UsageError
@@ -112,7 +112,7 @@ class LinearPredictor:
             device_type,
         )
         training = Training(max_steps=1, batch_size=batch_size, mixed_precision="fp32")
-        self.recipe = SimpleNamespace(training=training)
+        self.recipe, self.evaluation_batch_size = SimpleNamespace(training=training), batch_size
 
     def predict(self, training: Training, *, micro_batch_size: int | None) -> MemoryPrediction:
         size = micro_batch_size or self.batch_size
@@ -136,7 +136,7 @@ def test_fit_is_the_largest_power_of_two_that_fits(
 ) -> None:
     """On a GPU, bf16 is tried as well, each precision first without and then with checkpointing."""
     predictor: Any = LinearPredictor(batch_size, constant, per_sample, device_type=device_type)
-    usable = memory / FRAGMENTATION
+    usable = memory / MARGINS.get(device_type, DEFAULT_MARGIN)
     memory += fit_module.RESERVE.get(device_type, 0)
     divisors = {"cpu": [1, 2], "cuda": [1, 2, 2, 4]}[device_type]
     sizes = [batch_size, *(1 << power for power in range(10) if 1 << power < batch_size)]
@@ -152,7 +152,8 @@ def test_fit_is_the_largest_power_of_two_that_fits(
     assert [row["micro_batch_size"] for row in report["rows"]] == [largest(divisor) for divisor in divisors]
     assert report["best"] == next(row for row in report["rows"] if row["micro_batch_size"] is not None)
     is_whole = report["best"]["micro_batch_size"] == batch_size
-    assert any("micro_batch_size" in word for word in report["overrides"]) != is_whole
+    for key in ("training.micro_batch_size", "evaluation.batch_size"):
+        assert any(word.startswith(key) for word in report["overrides"]) != is_whole
 
 
 def test_overrides_of_fit_are_accepted_and_lower_the_memory(

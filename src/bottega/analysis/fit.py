@@ -16,8 +16,10 @@ from bottega.run.compose import resolve_micro_batch_size
 UNITS = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 RESERVE = {"cuda": 1 << 30}
 """Bytes that are in use on a GPU before the first tensor: the CUDA context, kernels, the screen."""
-FRAGMENTATION = 1.05
-"""Memory that the allocator needs, relative to the tensors: free pieces between them that are too small to use."""
+MARGINS = {"cuda": 1.05}
+"""Memory that is planned for, relative to the prediction: the allocator of a GPU has free pieces that are too small to use."""
+DEFAULT_MARGIN = 1.2
+"""The same on a CPU, whose heap is less predictable: with micro-batches, peaks were up to 1.13 times the prediction."""
 
 USUAL_PREDICTIONS = 3
 """Predictions that find the largest micro-batch: the recipe's, one sample, and one between."""
@@ -52,7 +54,7 @@ def fit_memory(
     Raises OutOfMemory if nothing fits. The batch of the recipe stays as it is: a smaller micro-batch takes more passes.
     """
     reserve = RESERVE.get(predictor.device_type, 0)
-    usable = max(0, memory - reserve) / FRAGMENTATION
+    usable = max(0, memory - reserve) / MARGINS.get(predictor.device_type, DEFAULT_MARGIN)
     choices = _list_choices(predictor)
     rows: list[Fit] = []
     total = USUAL_PREDICTIONS * len(choices)
@@ -75,7 +77,7 @@ def fit_memory(
             f"nothing fits in {format_bytes(memory)}: one sample in {smallest.precision}"
             f"{' with gradient checkpointing' if smallest.gradient_checkpointing else ''} is predicted to need "
             f"{format_bytes(smallest.peak)}, and {format_bytes(max(reserve, memory - usable))} are kept for "
-            f"{'the driver of the GPU and ' if reserve else ''}fragmentation; use a smaller model, or train a part of it "
+            f"{'the driver of the GPU and fragmentation' if reserve else 'what the prediction may miss'}; use a smaller model, or train a part of it "
             "(techniques: lora)"
         )
     best = fitting[0]  # the one that recomputes least
@@ -152,6 +154,10 @@ def _list_overrides(predictor: MemoryPredictor, fit: Fit) -> list[str]:
         resolve_micro_batch_size(predictor.recipe) or predictor.batch_size, predictor.batch_size
     ):
         words.append(f"training.micro_batch_size={fit.micro_batch_size}")
+        if (predictor.evaluation_batch_size or 0) > (fit.micro_batch_size or 0):
+            words.append(
+                f"evaluation.batch_size={fit.micro_batch_size}"
+            )  # otherwise evaluations may take more than training
     if fit.precision != predictor.resolve_precision(training):
         words.append(f"training.mixed_precision={fit.precision}")
     if fit.gradient_checkpointing != training.gradient_checkpointing:

@@ -84,6 +84,11 @@ class MemoryPredictor:
             self._batch = build_longest_batch(self.plan.training, self.batch_size)
         return self._batch
 
+    @property
+    def evaluation_batch_size(self) -> int | None:
+        """Samples that an evaluation computes at once; None if there is none, or if it follows the micro-batch of training."""
+        return None if self.plan.validation is None else self.recipe.evaluation.batch_size
+
     def predict(self, training: Training, *, micro_batch_size: int | None) -> MemoryPrediction:
         """Return the memory at its peak; None as `micro_batch_size` is the whole batch."""
         return self.backend.predict_memory(
