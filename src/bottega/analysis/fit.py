@@ -18,8 +18,8 @@ RESERVE = {"cuda": 1 << 30}
 """Bytes that are in use on a GPU before the first tensor: the CUDA context, kernels, the screen."""
 MARGINS = {"cuda": 1.05}
 """Memory that is planned for, relative to the prediction: the allocator of a GPU has free pieces that are too small to use."""
-DEFAULT_MARGIN = 1.2
-"""The same on a CPU, whose heap is less predictable: with micro-batches, peaks were up to 1.13 times the prediction."""
+DEFAULT_MARGIN = 1.25
+"""The same on a CPU, whose heap is less predictable: with micro-batches, peaks were up to 1.21 times the prediction."""
 
 USUAL_PREDICTIONS = 3
 """Predictions that find the largest micro-batch: the recipe's, one sample, and one between."""
