@@ -220,8 +220,12 @@ def test_plan_without_a_recipe_is_a_usage_error(capsys: pytest.CaptureFixture[st
 
 
 def test_micro_batch_beyond_the_batch_has_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, report = run_plan(capsys, tmp_path, **{"training.micro_batch_size": 700})
-    assert "training.micro_batch_size: 700 has no effect, because a batch has 4 samples" in report["notes"]
+    note = "training.micro_batch_size: 9 has no effect, because a process has {} samples in a step"
+    _, report = run_plan(capsys, tmp_path, **{"training.micro_batch_size": 9})
+    assert note.format(4) in report["notes"]
+    changes = {"training.micro_batch_size": 9, "training.gradient_accumulation_steps": 3}
+    _, report = run_plan(capsys, tmp_path, **changes)
+    assert not any("has no effect" in text for text in report["notes"]), "a step has 12 samples"
 
 
 @pytest.mark.parametrize("recipe", ["align", "video", "recall/lasting", "routing/few-shot"])
@@ -248,6 +252,14 @@ def test_probe_measures_time_cost_and_memory(tmp_path: Path, capsys: pytest.Capt
     assert probe["step_seconds"] > 0
     assert probe["cost"] == pytest.approx(probe["run_seconds"]), "a price of one per second"
     assert not any((tmp_path).glob("*/checkpoints")), "nothing is saved"
+
+
+def test_library_measures_the_cost_too(tmp_path: Path) -> None:
+    values = settings(tmp_path, write_text(tmp_path / "text.txt"))
+    probe = bottega.plan("language/shakespeare", values, probe=True, price="3600/h")["probe"]
+    assert probe["cost"] == pytest.approx(probe["run_seconds"])
+    with pytest.raises(UsageError, match="price needs probe=True"):
+        bottega.plan("language/shakespeare", values, price="1/h")
 
 
 def test_probe_that_runs_out_of_memory_ends_with_one_line_after_the_prediction(

@@ -67,18 +67,31 @@ def doctor(*, device: str = "auto", folder: str | Path = "runs", quick: bool = F
 
 
 def plan(
-    recipe: RecipeLike, overrides: Mapping[str, Any] | None = None, *, fit: str | None = None, probe: bool = False
+    recipe: RecipeLike,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    fit: str | None = None,
+    probe: bool = False,
+    price: str | None = None,
 ) -> dict[str, Any]:
     """`bottega.plan`: the resolved recipe under `recipe`, and what the run will need under `prediction`.
 
     Every problem that training would find is raised; those of this machine alone (no such device, too little memory or disk)
-    are in `problems`. `fit`, such as "24GB", adds what fits into the memory of a GPU; `probe` measures a few steps.
+    are in `problems`. `fit`, such as "24GB", adds what fits into the memory of a GPU; `probe` measures a few steps, and with
+    `price`, such as "2.5/h", the cost of the run.
     """
     from bottega.analysis.fit import parse_memory
     from bottega.analysis.plan import PlanOptions, plan_recipe
+    from bottega.analysis.probe import parse_price
 
     with _translate_errors():
-        options = PlanOptions(fit=None if fit is None else parse_memory(fit), probe=probe)
+        if price is not None and not probe:
+            raise UsageError("price needs probe=True, which measures the time of a step")
+        options = PlanOptions(
+            fit=None if fit is None else parse_memory(fit),
+            probe=probe,
+            price=None if price is None else parse_price(price),
+        )
         return plan_recipe([*_list_sources(recipe), overrides or {}], show=False, options=options)
 
 

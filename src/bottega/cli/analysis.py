@@ -21,7 +21,7 @@ def _add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="only what takes no time: no imports, matrix products, processes, disk speed",
+        help="leave out what takes seconds: imports other than torch, matrix products, processes, disk speed",
     )
 
 

@@ -220,11 +220,13 @@ def list_unused_settings(recipe: Recipe) -> list[str]:
         lines.append(f"distributed.enabled: false, so not used: {', '.join(f'distributed.{key}' for key in unused)}")
     elif distributed.offload and _get_device_type(recipe) == "cpu":
         lines.append("distributed.offload has no effect on a CPU, where the optimizer state is in host memory anyway")
-    micro_batch_size, batch_size = recipe.training.micro_batch_size, recipe.training.batch_size
+    micro_batch_size, num_processes = recipe.training.micro_batch_size, World.from_environment().data_size
+    batch_size = get_global_batch_size(recipe, num_processes) // num_processes
     if isinstance(micro_batch_size, int) and micro_batch_size > batch_size:
-        lines.append(
-            f"training.micro_batch_size: {micro_batch_size} has no effect, because a batch has {batch_size} samples"
+        text = (
+            f"training.micro_batch_size: {micro_batch_size} has no effect, because a process has {batch_size} samples"
         )
+        lines.append(f"{text} in a step")
     return lines
 
 

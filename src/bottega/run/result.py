@@ -74,12 +74,12 @@ def conclude_run(
     except Exception as error:
         console.warn(f"the run was not diagnosed, and no report was written: {_describe_error(error)}")
         return
-    print_diagnosis(record, console)
+    _print_diagnosis(record, console)
     if recipe.logging.report:
-        write_report(record, console)
+        _write_report(record, console)
 
 
-def print_diagnosis(record: RunRecord, console: Console) -> None:
+def _print_diagnosis(record: RunRecord, console: Console) -> None:
     """Print what `bottega diagnose` finds."""
     from bottega.diagnosis.rules import apply_rules
 
@@ -90,7 +90,7 @@ def print_diagnosis(record: RunRecord, console: Console) -> None:
         console.warn(f"the run was not diagnosed: {_describe_error(error)}")
 
 
-def write_report(record: RunRecord, console: Console) -> None:
+def _write_report(record: RunRecord, console: Console) -> None:
     """Write report.html."""
     from bottega.reporting.write import write_run_report
 
