@@ -364,6 +364,14 @@ def test_idle_gpus_of_several_processes(
     [
         ({"training.batch_size": 64}, "training.micro_batch_size=4"),
         ({"training.batch_size": 8, "training.gradient_accumulation_steps": 4}, "training.micro_batch_size=4"),
+        (
+            {
+                "training.batch_size": 8,
+                "training.gradient_accumulation_steps": 4,
+                "training.micro_batch_size": 16,
+            },
+            "training.micro_batch_size=8",
+        ),
         ({"training.batch_size": 32, "training.micro_batch_size": 700}, "training.micro_batch_size=2"),
     ],
 )
