@@ -155,9 +155,8 @@ def _list_overrides(predictor: MemoryPredictor, fit: Fit) -> list[str]:
     ):
         words.append(f"training.micro_batch_size={fit.micro_batch_size}")
         if (predictor.evaluation_batch_size or 0) > (fit.micro_batch_size or 0):
-            words.append(
-                f"evaluation.batch_size={fit.micro_batch_size}"
-            )  # otherwise evaluations may take more than training
+            # Otherwise an evaluation may take more memory than training.
+            words.append(f"evaluation.batch_size={fit.micro_batch_size}")
     if fit.precision != predictor.resolve_precision(training):
         words.append(f"training.mixed_precision={fit.precision}")
     if fit.gradient_checkpointing != training.gradient_checkpointing:

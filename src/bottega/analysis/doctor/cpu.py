@@ -55,7 +55,10 @@ def _read_model() -> str:
 
 
 def _read_quotas() -> Iterator[float]:
-    """Yield the quota in cores of each cgroup of this process that has one (cgroup v2 and v1)."""
+    """Yield the quota in cores of each cgroup of this process that has one (cgroup v2 and v1).
+
+    engines/host_memory.py walks the same folders for memory; it imports psutil, whose absence `doctor` has to report.
+    """
     try:
         lines = CGROUP_FILE.read_text().splitlines()
     except OSError:
