@@ -24,10 +24,10 @@ from typing import Any
 TRANSFORMER = "model.hidden_size={0} model.num_layers={1} model.num_heads={2}"
 LANGUAGE = (
     "language data.train.kind=text data.train.path=corpus-{vocab}.txt data.tokenizer.kind=bpe data.tokenizer.vocab_size={vocab} "
-    "data.sequence_length={length} data.validation.split=0.02 batch_size={batch}"
+    "data.sequence_length={length} data.validation.split=0.02 batch_size={batch} training.optimizer.name=adamw"
 )
 IMAGE = "image data.train.kind=images data.train.path=images-{side} data.image_size={side} model.patch_size=4 batch_size={batch}"
-CLASSIFY = "classify data.sequence_length={length} batch_size={batch}"
+CLASSIFY = "classify/transformer data.sequence_length={length} batch_size={batch}"
 CASES = {
     "language-small": f"{LANGUAGE.format(vocab=8192, length=256, batch=64)} {TRANSFORMER.format(384, 6, 6)}",
     "language-medium": f"{LANGUAGE.format(vocab=50304, length=1024, batch=16)} {TRANSFORMER.format(768, 12, 12)}",
@@ -45,7 +45,7 @@ FURTHER_CASES = {
     "language-checkpointing": f"{_MEDIUM} gradient_checkpointing=true",
     "language-fp32": f"{_MEDIUM} mixed_precision=fp32",
     "language-micro": f"{_MEDIUM} micro_batch_size=4",
-    "language-muon": f"{_MEDIUM} training.optimizer.name=muon",
+    "language-muon": _MEDIUM.replace("adamw", "muon"),
     "language-ema": f"{_MEDIUM} training.ema=0.999",
     "image-micro": f"{CASES['image-medium']} micro_batch_size=32",
     "image-checkpointing": f"{CASES['image-medium']} gradient_checkpointing=true",
@@ -59,7 +59,7 @@ CPU_CASES = {
     "language-wide": f"{LANGUAGE.format(vocab=8192, length=256, batch=32)} {TRANSFORMER.format(512, 6, 8)}",
     "image": "image",
     "image-wide": f"{IMAGE.format(side=32, batch=128)} {TRANSFORMER.format(384, 8, 6)}",
-    "classify": "classify",
+    "classify": "classify/transformer",
     "classify-wide": f"{CLASSIFY.format(length=256, batch=64)} {TRANSFORMER.format(512, 6, 8)}",
 }
 FIT_CASES = {
@@ -104,16 +104,22 @@ def run_bottega(folder: Path, words: list[str], *, expected: tuple[int, ...] = (
     return result.stdout
 
 
+def list_settings(words: list[str], device: str) -> list[str]:
+    """Return the settings of a few quiet steps, compiled on a GPU as a long run would be unless `words` say otherwise."""
+    is_set = any(word.startswith("compile=") for word in words)
+    return [f"device={device}", *QUIET.split(), *(["compile=true"] if device == "cuda" and not is_set else [])]
+
+
 def measure_peak(folder: Path, name: str, words: list[str], *, device: str) -> dict[str, int]:
     """Train a few steps and return the memory of its peak by category, and the sum."""
-    run_bottega(folder, ["train", *words, f"name={name}", f"device={device}", *QUIET.split(), "--fresh", "--quiet"])
+    run_bottega(folder, ["train", *words, f"name={name}", *list_settings(words, device), "--fresh", "--quiet"])
     memory: dict[str, Any] = json.loads((folder / "runs" / name / "memory.json").read_text(encoding="utf-8"))
     return memory
 
 
 def predict_peak(folder: Path, words: list[str], *, device: str) -> int:
     """Return the peak that `bottega plan` predicts for a device, whether it is here or not."""
-    command = ["plan", *words, f"device={device}", *QUIET.split(), "--json"]
+    command = ["plan", *words, *list_settings(words, device), "--json"]
     report = json.loads(run_bottega(folder, command, expected=(0, 5)))
     return int(report["prediction"]["memory"]["peak"])
 
@@ -129,7 +135,7 @@ sys.exit(main(sys.argv[2:]))
 
 def train_within(folder: Path, name: str, words: list[str], memory: int) -> str:
     """Train with at most `memory` bytes of the GPU; return the last line that it prints if it fails, else "trains"."""
-    train = ["train", *words, f"name={name}", "device=cuda", *QUIET.split(), "--fresh", "--quiet"]
+    train = ["train", *words, f"name={name}", *list_settings(words, "cuda"), "--fresh", "--quiet"]
     command = [sys.executable, "-c", WITHIN_MEMORY, str(memory), *train]
     result = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     last_line = next(iter(result.stderr.splitlines()[-1:]), "")
@@ -141,7 +147,9 @@ def check_fit(folder: Path, name: str, words: list[str], size: str, *, device: s
 
     A process is limited to that memory on a GPU; on a CPU its peak is compared with it.
     """
-    report = json.loads(run_bottega(folder, ["plan", *words, f"device={device}", "--fit", size, "--json"]))["fit"]
+    report = json.loads(run_bottega(folder, ["plan", *words, *list_settings(words, device), "--fit", size, "--json"]))[
+        "fit"
+    ]
     overrides = report["overrides"]
     if device == "cpu":
         for suffix, more in (("", []), ("-fits", overrides)):

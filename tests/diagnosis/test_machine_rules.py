@@ -1,7 +1,8 @@
 """Rules about modules and the machine on constructed logs and on records of runs on a GPU.
 
-The folders of tests/diagnosis/gpu are from runs of a language model of a million parameters on one NVIDIA H200, with fewer
-fields and digits: one had a batch of 32 and then, as advised, 512; one used 94 % of the memory and then half of it.
+The folders of tests/diagnosis/gpu are from runs of a language model of a million parameters on one NVIDIA H200, in three seeds,
+with fewer fields and digits (tools/record_gpu_runs.py): one had micro-batches of 1, then, as advised, one of 32, and then a
+batch of 512; one used 94 % of the memory and then half of it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from bottega.tasks.recipes import check_recipe, parse_overrides
 from recorded_run import apply_all, find, write_recorded_run
 
 GPU_RUNS = Path(__file__).parent / "gpu"
+SEEDS = ("", "-seed-1", "-seed-2")
 
 
 def write_dead(folder: Path, fraction: float, *, gradient_norm: float = 1.0, **options: Any) -> Path:
@@ -201,8 +203,9 @@ def set_gpu_percent(run: Path, percent: float) -> None:
         ("full-memory", None),
     ],
 )
-def test_idle_gpu_of_recorded_runs(tmp_path: Path, name: str, override: str | None) -> None:
-    finding = find(copy_gpu_run(name, tmp_path), "idle-gpu")
+@pytest.mark.parametrize("seed", SEEDS)
+def test_idle_gpu_of_recorded_runs(tmp_path: Path, name: str, seed: str, override: str | None) -> None:
+    finding = find(copy_gpu_run(f"{name}{seed}", tmp_path), "idle-gpu")
     assert (finding.override if finding is not None else None) == override
     if finding is not None:
         assert "and 0 % was spent waiting for data" in finding.evidence
@@ -243,6 +246,27 @@ def test_idle_gpu_suggests_larger_pieces_of_work(
     assert finding.override == override
 
 
+@pytest.mark.parametrize(
+    ("flags", "is_advised"), [([0.0], True), ([0.0, 1.0], False), ([1.0, 0.0], True), ([1.0], False)]
+)
+def test_idle_gpu_that_auto_did_not_compile(tmp_path: Path, flags: list[float], is_advised: bool) -> None:
+    """The last steps count: `auto` may compile in the middle of a run, or give it up."""
+    run = copy_gpu_run("batch-of-32", tmp_path)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for number, row in enumerate(rows):
+        if row["kind"] == "train":
+            row["compiled"] = flags[min(number // 3, len(flags) - 1)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    finding = find(run, "idle-gpu")
+    assert finding is not None
+    assert (finding.override == "training.compile=true") == is_advised
+    text = (run / "recipe.yaml").read_text()
+    (run / "recipe.yaml").write_text(text.replace("compile: auto", "compile: true"))
+    finding = find(run, "idle-gpu")
+    assert finding is not None
+    assert finding.override != "training.compile=true", "it was asked for, and the compiler failed"
+
+
 def test_gpu_that_waits_for_data_is_slow_data(tmp_path: Path) -> None:
     run = copy_gpu_run("batch-of-32", tmp_path)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -259,12 +283,15 @@ def test_gpu_without_sensors_is_not_judged(tmp_path: Path) -> None:
     assert "install the extra gpu" in apply_all(run).not_checked["idle-gpu"]
 
 
-def test_memory_pressure_of_recorded_runs(tmp_path: Path) -> None:
-    finding = find(copy_gpu_run("full-memory", tmp_path), "memory-pressure")
+@pytest.mark.parametrize(
+    ("seed", "peak", "micro_batch_size"), [("", 131.4, 13800), ("-seed-1", 132.1, 27750), ("-seed-2", 132.0, 27750)]
+)
+def test_memory_pressure_of_recorded_runs(tmp_path: Path, seed: str, peak: float, micro_batch_size: int) -> None:
+    finding = find(copy_gpu_run(f"full-memory{seed}", tmp_path), "memory-pressure")
     assert finding is not None
-    assert finding.evidence == "the peak was 131.4 GiB of 139.8 GiB of cuda:0 NVIDIA H200"
-    assert finding.override == "training.micro_batch_size=13800"
-    assert find(copy_gpu_run("half-memory", tmp_path), "memory-pressure") is None
+    assert finding.evidence == f"the peak was {peak} GiB of 139.8 GiB of cuda:0 NVIDIA H200"
+    assert finding.override == f"training.micro_batch_size={micro_batch_size}"
+    assert find(copy_gpu_run(f"half-memory{seed}", tmp_path), "memory-pressure") is None
 
 
 def write_memory(run: Path, *, peak: int, total: int = 1000, activations: int = 900, optimizer: int = 0) -> None:

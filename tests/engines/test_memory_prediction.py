@@ -27,7 +27,8 @@ from small_run import settings, train, write_text
 from toy_task import F, T, Toy
 
 RECIPES: dict[str, dict[str, Any]] = {
-    "classify": {"model.hidden_size": 32, "training.batch_size": 8, "model.dropout": 0.0},
+    "classify": {"model.num_buckets": 4096, "training.batch_size": 8},
+    "classify/transformer": {"model.hidden_size": 32, "training.batch_size": 8, "model.dropout": 0.0},
     "classify/cnn": {"training.batch_size": 8},
     "classify/image": {"model.hidden_size": 8, "training.batch_size": 8},
     "image": {"model.hidden_size": 32, "model.num_layers": 2, "training.batch_size": 8},
@@ -45,6 +46,7 @@ def build_predictor(folder: Path, name: str, device_type: str = "cpu", **changes
 
 def predict_language(folder: Path, changes: Mapping[str, Any] = MappingProxyType({})) -> MemoryPrediction:
     keys = settings(folder, write_text(folder / "text.txt"), **{"model.num_layers": 4, "training.batch_size": 16})
+    keys["training.compile"] = True
     predictor = build_predictor(folder, "language/shakespeare", "cuda", **{**keys, **changes})
     size = resolve_micro_batch_size(predictor.recipe)
     return predictor.predict(predictor.recipe.training, micro_batch_size=size)
@@ -74,7 +76,7 @@ def test_prediction_equals_what_the_step_really_allocates(tmp_path: Path, name: 
 
 
 def test_weights_gradients_and_optimizer_are_those_of_the_model(tmp_path: Path) -> None:
-    predictor = build_predictor(tmp_path, "classify", **RECIPES["classify"])
+    predictor = build_predictor(tmp_path, "classify/transformer", **RECIPES["classify/transformer"])
     parts = open_backend("torch").list_parts(predictor.plan.task, predictor.recipe.training, seed=0)
     categories = predictor.predict(predictor.recipe.training, micro_batch_size=None).categories
     assert categories["weights"] == pytest.approx(4 * parts[0].parameters, rel=0.1), "with rotary tables"
@@ -92,6 +94,11 @@ def test_memory_follows_batch_precision_checkpointing_and_compilation(tmp_path: 
         assert predict_language(tmp_path, changes).categories[ACTIVATIONS] < 0.7 * activations, changes
     for changes in ({"training.compile": False}, {"training.mixed_precision": "fp32"}):
         assert predict_language(tmp_path, changes).categories[ACTIVATIONS] > 1.3 * activations, changes
+    eager, recomputed = (
+        predict_language(tmp_path, {"training.compile": False, "training.gradient_checkpointing": on}).categories
+        for on in (False, True)
+    )
+    assert recomputed[ACTIVATIONS] < 0.7 * eager[ACTIVATIONS]
     half = predict_language(tmp_path, {"training.mixed_precision": "fp16"})
     assert half.categories[ACTIVATIONS] > activations, "the residual stream is float32, because float16 could overflow"
     assert predict_language(tmp_path, {"training.ema": 0.99}).categories["averaged weights"] > 0
@@ -122,7 +129,7 @@ def test_step_that_depends_on_values_is_not_predicted(tmp_path: Path) -> None:
                 raise AssertionError("a value was read")
             return super().loss(models, batch, rng)
 
-    predictor = build_predictor(tmp_path, "classify", **RECIPES["classify"])
+    predictor = build_predictor(tmp_path, "classify/transformer", **RECIPES["classify/transformer"])
     rows = np.ones((4, T), np.float32)
     batch = {"x": np.ones((4, T, F), np.float32), "y": rows, "mask": rows}
     with pytest.raises(PredictionUnavailable, match=r"a step cannot be simulated: \w*DataDependent"):

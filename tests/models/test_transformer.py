@@ -11,8 +11,10 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from bottega.core.errors import UsageError
+from bottega.models.attention import attend
 from bottega.models.decoder.config import DOCUMENTED_PARAMETERS, SIZES, TransformerShape, shape_for_size
 from bottega.models.decoder.torch import DecoderCache, Transformer, compute_rotary_tables
+from bottega.models.device import simulated_device
 from bottega.models.initial import initialise
 from decoders import compile_and_count
 
@@ -250,3 +252,14 @@ def test_trunk_compiles_without_a_graph_break() -> None:
     model, tokens = small_model(), draw_tokens()
     compiled = torch.compile(model.hidden, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(tokens), model.hidden(tokens))
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_float32_attention_of_a_gpu_repeats_key_value_heads(is_causal: bool) -> None:
+    """The kernel of a GPU for float32 has no grouped queries; heads repeated for it give the same output."""
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 5, 8, generator=draw) for heads in (6, 2, 2))
+    expected = attend(q, k, v, mask=None, is_causal=is_causal, dropout=0.0)
+    with simulated_device("cuda"):
+        actual = attend(q, k, v, mask=None, is_causal=is_causal, dropout=0.0)
+    torch.testing.assert_close(actual, expected)

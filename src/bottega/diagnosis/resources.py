@@ -115,6 +115,14 @@ def _count_samples_per_pass(record: RunRecord) -> int | None:
     return min(micro_batch_size, per_process) if isinstance(micro_batch_size, int) else per_process
 
 
+def _is_eager(record: RunRecord) -> bool:
+    """Return whether the last steps ran without compiling, by the recipe or because `auto` chose so; not if the compiler failed."""
+    if record.get("training.compile") is not True and record.log.get("train", "compiled") is not None:
+        _, flags = get_metric(record, "train", "compiled", minimum=1)
+        return not flags[-1]
+    return record.get("training.compile") is False
+
+
 def _suggest_more_work_per_kernel(record: RunRecord, percent: float) -> str | None:
     """Return the override that gives the GPU more work at once, at first one that leaves the result as it is.
 
@@ -129,7 +137,7 @@ def _suggest_more_work_per_kernel(record: RunRecord, percent: float) -> str | No
         # A step then has the same samples, in pieces as large as fit.
         size = batch_size * accumulation
         return f"training.batch_size={size} training.gradient_accumulation_steps=1 training.micro_batch_size=auto"
-    if record.get("training.compile") is False:
+    if _is_eager(record):
         return "training.compile=true"
     factor = max(MIN_BATCH_FACTOR, min(MAX_BATCH_FACTOR, 2 ** math.ceil(1 + math.log2(80 / max(1.0, percent)))))
     peak, total = record.memory.get("peak"), record.memory.get("total")

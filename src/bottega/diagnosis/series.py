@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bottega.diagnosis.finding import NotRecorded
+from bottega.models.text_classifier.config import NGRAM_MODULE
 from bottega.run_files.logs import Series
 from bottega.run_files.record import RunRecord
 
@@ -174,8 +175,12 @@ def explain_missing_modules(record: RunRecord) -> str:
 
 
 def _get_update_ratios(record: RunRecord) -> list[Series]:
-    """Return the series of all modules. Raise NotRecorded without statistics of modules."""
-    modules = record.modules.series.get("update_ratio", {})
+    """Return the series of all modules except a layer over n-grams. Raise NotRecorded without statistics of modules.
+
+    The weights over n-grams start at 0, so that after n steps an update is about 1 / n of them at any learning rate.
+    """
+    recorded = record.modules.series.get("update_ratio", {})
+    modules = {name: series for name, series in recorded.items() if name != NGRAM_MODULE}
     if not modules:
         raise NotRecorded(f"no update-to-weight ratios{explain_missing_modules(record)}")
     return list(modules.values())

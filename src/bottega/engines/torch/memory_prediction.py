@@ -23,12 +23,13 @@ from bottega.core.batch import batch_length, slice_batch
 from bottega.core.errors import BottegaError
 from bottega.core.task import Task
 from bottega.core.types import Batch
-from bottega.engines.backend import is_compiled, resolve_precision
+from bottega.engines.backend import resolve_precision
+from bottega.engines.compile_choice import is_compilable
 from bottega.engines.host_memory import get_resident_memory
 from bottega.engines.torch.engine import TorchEngine
 from bottega.engines.torch.memory_meter import ACTIVATIONS, CACHED_CASTS, WORKSPACE, MemoryMeter, compile_for_meter
 from bottega.engines.torch.noise import forget_compiled_draws
-from bottega.engines.torch.simulated_kernels import SimulatedKernels
+from bottega.engines.torch.simulated_kernels import simulated_kernels
 from bottega.measurements import MemoryPrediction, PredictionUnavailable
 from bottega.models.build import MetaBuildFailed, build_meta_models_with_frozen
 from bottega.models.device import simulated_device
@@ -89,7 +90,7 @@ def _simulate_steps(
     program_memory, batch_bytes = _measure_program_memory(), _count_batch_bytes(batch)
     if micro_batch_size is not None:
         batch = slice_batch(batch, 0, min(NUM_SIMULATED_PASSES * micro_batch_size, batch_length(batch)))
-    has_compiled_model = is_compiled(task, training, device_type)
+    has_compiled_model = training.compile is True and is_compilable(task)  # `auto` is resolved by the caller
     settings = training.model_copy(
         update={
             "compile": has_compiled_model,
@@ -99,7 +100,7 @@ def _simulate_steps(
     )
     meter = MemoryMeter()
     # In a compiled graph, the compiler decides what is saved for backward.
-    kernels = SimulatedKernels() if device_type == "cuda" and not has_compiled_model else nullcontext()
+    kernels = simulated_kernels() if device_type == "cuda" and not has_compiled_model else nullcontext()
     fake_tensors = FakeTensorMode(allow_non_fake_inputs=True)
     with _isolated(), simulated_device(device_type), fake_tensors, meter, kernels, compile_for_meter(meter):
         with meter.category("weights"):
@@ -127,6 +128,8 @@ def _simulate_steps(
                     meter.reclassify(value, "optimizer")
         meter.reset_peak()
         engine.train_step(1, batch)
+    if engine.compile_error is not None:
+        raise PredictionUnavailable(f"a compiled step cannot be simulated: {engine.compile_error}")
     categories = {name: meter.peak.get(name, 0) for name in CATEGORIES}
     categories["batch"] += batch_bytes
     categories[WORKSPACE] += KERNEL_WORKSPACE.get(device_type, 0)

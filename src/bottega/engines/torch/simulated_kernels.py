@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 
-class SimulatedKernels(TorchFunctionMode):
-    """Replaces torch.nn.functional.rms_norm, which a GPU computes with one kernel in each direction."""
+@contextmanager
+def simulated_kernels() -> Iterator[None]:
+    """Replace torch.nn.functional.rms_norm in this block, which a GPU computes with one kernel in each direction.
 
-    def __torch_function__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if function is F.rms_norm:
-            return _simulate_rms_norm(*args, **(kwargs or {}))
-        return function(*args, **(kwargs or {}))
+    Not by a torch function mode: it is off in the backward pass, where gradient checkpointing computes a block again.
+    """
+    original = F.rms_norm
+    F.rms_norm = _simulate_rms_norm
+    try:
+        yield
+    finally:
+        F.rms_norm = original
 
 
 def _simulate_rms_norm(
-    x: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    return _RMSNorm.apply(x, weight)
+    return _RMSNorm.apply(input, weight)
 
 
 class _RMSNorm(torch.autograd.Function):
