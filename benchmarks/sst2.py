@@ -18,6 +18,7 @@ from typing import Any
 
 import bottega
 from bottega.analysis.compare import compare, format_report
+from text_classify import read_tsv, score_tfidf
 
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "kim": ("classify/sst2", {}),
@@ -28,26 +29,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def run_tfidf(folder: Path) -> dict[str, float]:
     """Return the accuracies of the TF-IDF baseline, with tokens, n-grams and regularisation selected on dev."""
-    from sklearn.feature_extraction.text import TfidfVectorizer
-    from sklearn.linear_model import LogisticRegression
-
-    def read(name: str) -> tuple[list[str], list[int]]:
-        lines = [line.rstrip("\n").split("\t") for line in (folder / f"{name}.tsv").open(encoding="utf-8")]
-        return [text for text, _ in lines], [int(label) for _, label in lines]
-
-    (train, labels), dev, test = read("train"), read("dev"), read("test")
-    scores = []
-    for pattern in (r"(?u)\b\w\w+\b", r"\S+"):
-        for length in (1, 2):
-            vectorizer = TfidfVectorizer(ngram_range=(1, length), token_pattern=pattern, sublinear_tf=True)
-            features = vectorizer.fit_transform(train)
-            for strength in (1.0, 3.0, 10.0):
-                model = LogisticRegression(C=strength, max_iter=1000).fit(features, labels)
-                scores.append(
-                    tuple(model.score(vectorizer.transform(texts), targets) for texts, targets in (dev, test))
-                )
-    best = max(scores)
-    return {"dev": best[0], "test": best[1]}
+    return score_tfidf(*(read_tsv(folder / f"{name}.tsv") for name in ("train", "dev", "test")))
 
 
 def train_and_test(name: str, seed: int, folder: Path, output: Path) -> dict[str, float]:

@@ -33,7 +33,8 @@ BATCHES = {"cpu": (8, 64, 256), "cuda": (32, 1024, 50304)}
 def build_engine(device: str) -> TorchEngine:
     _, length, vocabulary = BATCHES[device]
     shape = TransformerShape(**{**SIZES["verse"], **SHAPES[device], "context": length, "vocab_size": vocabulary})
-    training = Training(learning_rate=3e-4, mixed_precision="bf16" if device == "cuda" else "fp32")
+    is_gpu = device == "cuda"
+    training = Training(learning_rate=3e-4, mixed_precision="bf16" if is_gpu else "fp32", compile=is_gpu)
     return TorchEngine(Language(shape=shape), training, rate=lambda step: 3e-4, device=device)
 
 

@@ -44,7 +44,7 @@ def make_leak(folder: Path, seed: int) -> Illness:
         "training.max_steps": 200,
         "evaluation.every": 50,
     }
-    return Illness("leak-between-splits", settings, "classify", TEXTS)
+    return Illness("leak-between-splits", settings, "classify/transformer", TEXTS)
 
 
 def make_image_leak(folder: Path, seed: int) -> Illness:
@@ -87,7 +87,7 @@ def make_duplicates(folder: Path, seed: int) -> Illness:
         "data.validation.split": None,
         "data.validation.path": write_rows(folder / "dev.jsonl", [r for r in others if json.dumps(r) not in train]),
     }
-    return Illness("duplicates", settings, "classify", TEXTS)
+    return Illness("duplicates", settings, "classify/transformer", TEXTS)
 
 
 def make_imbalance(folder: Path, seed: int) -> Illness:
@@ -107,7 +107,7 @@ def make_imbalance(folder: Path, seed: int) -> Illness:
         "evaluation.every": 50,
         "evaluation.batch_size": 256,
     }
-    return Illness("class-imbalance", settings, "classify", TEXTS)
+    return Illness("class-imbalance", settings, "classify/transformer", TEXTS)
 
 
 def make_small_validation(folder: Path, seed: int) -> Illness:
@@ -118,7 +118,7 @@ def make_small_validation(folder: Path, seed: int) -> Illness:
         if draw.random() < 0.3:
             row["label"] = list(small_texts.WORDS)[int(draw.integers(3))]
     settings = {"data.train.path": write_rows(folder / "few.jsonl", rows), "data.validation.split": 0.02}
-    return Illness("validation-too-small", settings, "classify", TEXTS)
+    return Illness("validation-too-small", settings, "classify/transformer", TEXTS)
 
 
 def make_silent_units(folder: Path, seed: int) -> Illness:
@@ -139,7 +139,7 @@ def make_dead_filters(folder: Path, seed: int) -> Illness:
         "training.max_steps": 100,
         "logging.every": 1,
     }
-    return Illness("dead-units", settings, "classify", TEXTS)
+    return Illness("dead-units", settings, "classify/transformer", TEXTS)
 
 
 def make_collapsed_experts(folder: Path, seed: int) -> Illness:

@@ -94,7 +94,7 @@ ILLNESSES = {
         {"data.num_samples": 20_000, "training.learning_rate": 0.05, "training.max_steps": 600, **CONSTANT},
     ),
     "slow-convergence": Illness("slow-convergence", {"training.learning_rate": 1e-4, **CONSTANT}),
-    "divergence": Illness("divergence", {"training.learning_rate": 10.0, **CONSTANT}, "classify", TEXTS),
+    "divergence": Illness("divergence", {"training.learning_rate": 10.0, **CONSTANT}, "classify/transformer", TEXTS),
     "learning-rate-too-high": Illness(
         "learning-rate-too-high", {"training.learning_rate": 1.0, "data.num_samples": 20_000}
     ),
@@ -118,7 +118,7 @@ ILLNESSES = {
 def train_and_diagnose(folder: Path, illness: Illness, seed: int, override: str | None = None) -> dict[str, Any]:
     """Train a sick run, or one that follows the advice, and return its diagnosis. A divergence may end the run."""
     base = illness.base
-    if illness.recipe == "classify":
+    if illness.recipe == "classify/transformer":
         base = {**small_texts.settings(folder, "cnn"), **base}
     name = f"{illness.name}-{seed}-{'sick' if override is None else 'treated'}"
     settings = {**base, **illness.settings, "output_dir": str(folder), "name": name, "seed": seed}

@@ -39,7 +39,7 @@ def parts(folder: Path) -> dict[str, Any]:
     }
     return {
         "text": {"recipe": "language", "settings": text, "weight": 0.5, "metric": "perplexity"},
-        "topics": {"recipe": "classify", "settings": labelled, "metric": "accuracy"},
+        "topics": {"recipe": "classify/transformer", "settings": labelled, "metric": "accuracy"},
     }
 
 

@@ -100,6 +100,8 @@ RECIPE_SETTINGS: dict[str, dict[str, Any]] = {
     },
     "image_vae/stickers": {"data.limit": 64},
     "align": {"data.limit": 64},
+    "classify": {"model.num_buckets": 512},
+    "classify/wide": {"model.num_buckets": 512},
     "classify/sst2": {"data.train.columns": None},
     "image/text": {"model.text.hidden_size": 16, "model.text.num_layers": 1},
     # Without attention and feed-forward layers.

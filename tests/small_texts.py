@@ -22,6 +22,7 @@ SMALL: dict[str, Any] = {
     "training.ema": None,
     "training.scheduler.warmup_steps": 2,
     "evaluation.every": 4,
+    "evaluation.baseline": False,
     "checkpoint.every": 4,
     "logging.every": 1,
     "logging.tensorboard": False,
@@ -29,6 +30,7 @@ SMALL: dict[str, Any] = {
     "logging.resources": False,
 }
 SIZES: dict[str, dict[str, Any]] = {
+    "ngrams": {"model.num_buckets": 512},
     "transformer": {"model.hidden_size": 16, "model.num_layers": 2, "model.num_heads": 2},
     "cnn": {"model.embed_size": 8, "model.num_filters": 6, "model.filter_sizes": [2, 3]},
 }

@@ -76,7 +76,7 @@ def run_refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["language", DISTILL, "training.compile=true"], "training.compile: techniques.distill.hidden"),
         (["language", "model.num_heads=2", "model.num_kv_heads=4"], "num_heads 2 is not a multiple of num_kv_heads 4"),
         (["language", "model.head_size=7"], "head_size 7 is odd"),
-        (["classify", "model.num_heads=3"], "hidden_size 128 does not give each of 3 heads an even number"),
+        (["classify/transformer", "model.num_heads=3"], "hidden_size 128 does not give each of 3 heads an even number"),
         (["language", DISTILL], "techniques.distill.teacher: nowhere does not exist"),
     ],
 )

@@ -19,7 +19,7 @@ LEARNS = {"training.max_steps": 40, "training.learning_rate": 1e-2, "evaluation.
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("predict")
-    return bottega.train("classify", {**small_texts.settings(folder, **LEARNS), "name": "run"}).path
+    return bottega.train("classify/transformer", {**small_texts.settings(folder, **LEARNS), "name": "run"}).path
 
 
 def run_predict(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> tuple[str, str]:
@@ -85,7 +85,7 @@ def test_multi_label_prediction_lists_all_labels(tmp_path: Path, capsys: pytest.
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     values = small_texts.settings(tmp_path, **LEARNS)
     values |= {"data.train.path": str(path), "data.multi_label": True, "evaluation.metric": "macro_f1"}
-    run = bottega.train("classify", values).path
+    run = bottega.train("classify/transformer", values).path
     prediction = bottega.predict(run, ["salt and onion, bake"])[0]
     assert set(prediction["predicted"]) == {"cook", "dot"}
     assert prediction["probability"].keys() == {"cook", "dot", "sail", "sing"}

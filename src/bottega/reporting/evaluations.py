@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from bottega.reporting.media import MediaBudget, MediaItem, read_item
 from bottega.reporting.tables import Table, format_number
 from bottega.run_files.logs import is_number
 from bottega.run_files.reading import list_folder, read_json_object
+from bottega.run_files.record import BASELINE_FILE
 
 MAX_CLASSES = 200
 """Rows of the table of classes."""
@@ -57,7 +59,19 @@ def collect_evaluations(
                 results[key] = _build_result(fields, file, run, budget, class_counts=class_counts)
             except UNKNOWN_FORMAT:
                 notes.append(f"{file.relative_to(run)} has an unknown format and is left out")
+    _add_baseline(results.values(), run, notes)
     return list(results.values())
+
+
+def _add_baseline(results: Iterable[EvaluationResult], run: Path, notes: list[str]) -> None:
+    """Compare evaluations on the validation split with the simple model that was fitted at the end of training."""
+    fields = read_json_object(run / BASELINE_FILE, run, notes)
+    metrics = fields.get("metrics")
+    for result in results:
+        if result.is_validation and isinstance(metrics, dict):
+            result.baselines |= {
+                name: (str(fields.get("name")), float(value)) for name, value in metrics.items() if is_number(value)
+            }
 
 
 def _build_result(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 
 from bottega.callbacks.console import Console
@@ -9,7 +11,7 @@ from bottega.config.recipe import Recipe
 from bottega.core.callback import Progress
 from bottega.core.errors import first_line
 from bottega.core.rundir import RunDirectory
-from bottega.run_files.record import RunRecord, read_record
+from bottega.run_files.record import BASELINE_FILE, RunRecord, read_record
 from bottega.tasks import plugins
 from bottega.tasks.workload import Workload
 from bottega.world import World
@@ -38,11 +40,38 @@ def announce_result(
         else ""
     )
     console.info(f"\n{path}: {progress.step} steps in {seconds:.0f} s{best}", style="bold")
+    if has_validation and World.from_environment().is_main:
+        _compare_with_baseline(recipe, directory, workload, progress, console)
     conclude_run(recipe, directory, console)
     commands = [f"generate {path}{example}"] if (example := workload.sampler.example_flags()) is not None else []
     commands += [f"evaluate {path}{'' if has_validation else ' --data PATH'}", f"export {path}"]
     for number, command in enumerate(commands):
         console.info(f"{'next:' if not number else '':<7}bottega {command}{plugins.quote_plugin_flags()}")
+
+
+def _compare_with_baseline(
+    recipe: Recipe, directory: RunDirectory, workload: Workload, progress: Progress, console: Console
+) -> None:
+    """Print the result of the task's simple baseline on the same split, and write it to baseline.json.
+
+    What fails here costs a warning, not the run.
+    """
+    metric = recipe.evaluation.metric
+    try:
+        baseline = workload.fit_baseline()
+        if baseline is None:
+            return
+        directory.write(directory.path / BASELINE_FILE, json.dumps(asdict(baseline), indent=1) + "\n")
+    except Exception as error:
+        console.warn(f"the baseline was not fitted: {_describe_error(error)}; evaluation.baseline=false turns it off")
+        return
+    metric = metric if metric in baseline.metrics else "accuracy"
+    value, notes = baseline.metrics[metric], "".join(f", {note}" for note in baseline.notes)
+    line = f"{baseline.name} on the same split: {metric} {value:.4f} ({baseline.seconds:.0f} s{notes})"
+    if metric == recipe.evaluation.metric and progress.best is not None and value > progress.best:
+        console.warn(f"{line}, better than this run")
+    else:
+        console.info(line)
 
 
 def _show_samples(console: Console, folder: Path) -> None:

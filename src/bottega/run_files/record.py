@@ -13,6 +13,9 @@ from bottega.run_files.logs import MetricsLog, ModuleLog, read_metrics_log, read
 from bottega.run_files.reading import is_readable, read_json_object
 from bottega.run_files.state import describe_run
 
+BASELINE_FILE = "baseline.json"
+"""The result of a simple model on the same split: name, metrics, seconds, notes."""
+
 
 @dataclass(frozen=True)
 class RunRecord:

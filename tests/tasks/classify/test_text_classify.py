@@ -29,7 +29,7 @@ ENOUGH_TRAINING = {
 
 def open_workload(values: dict[str, Any]) -> TextClassifyWorkload:
     workload = registry.open_workload(
-        load_recipe(["classify", values]).recipe, progress=lambda stage, done, total: None
+        load_recipe(["classify/transformer", values]).recipe, progress=lambda stage, done, total: None
     )
     assert isinstance(workload, TextClassifyWorkload)
     return workload
@@ -43,7 +43,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         values = {k: v for k, v in values.items() if not k.startswith("model.")}
         values |= {"model.from": str(small_texts.write_encoder(folder / "encoder")), "training.learning_rate": 5e-3}
         values |= {"training.max_steps": 100, "evaluation.every": 100}
-    return bottega.train("classify", {**values, "name": "run"}).path
+    return bottega.train("classify/transformer", {**values, "name": "run"}).path
 
 
 def test_each_model_learns_and_predicts_new_texts(run: Path) -> None:
@@ -124,7 +124,7 @@ def test_gradual_unfreezing_trains_layer_by_layer_and_exports(tmp_path: Path) ->
     values = {k: v for k, v in small_texts.settings(tmp_path).items() if not k.startswith("model.")}
     values |= {"model.from": str(start), "training.freeze": ["backbone.embeddings"], "training.unfreeze.layers_per": 4}
     values |= {"training.max_steps": 16, "checkpoint.every": 4, "checkpoint.keep": 9, "name": "thawed"}
-    run_path = bottega.train("classify", values).path
+    run_path = bottega.train("classify/transformer", values).path
     before = load_file(start / "model.safetensors")
     checkpoints = {
         step: load_file(run_path / f"checkpoints/step-{step:08d}/model.safetensors") for step in (4, 8, 12, 16)
@@ -181,7 +181,7 @@ def test_multi_label_texts_are_learned(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     values = small_texts.settings(tmp_path, **ENOUGH_TRAINING)
     values |= {"data.train.path": str(path), "data.multi_label": True, "evaluation.metric": "macro_f1"}
-    result = bottega.train("classify", values)
+    result = bottega.train("classify/transformer", values)
     assert result.metrics["macro_f1"] > 0.8
     assert {"exact_match", "label_accuracy"} <= result.metrics.keys()
 

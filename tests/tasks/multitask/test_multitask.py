@@ -137,14 +137,14 @@ def test_other_data_must_name_its_part(run: Path, tmp_path: Path) -> None:
 
 def test_a_run_stores_the_recipes_of_its_parts(tmp_path: Path) -> None:
     own = tmp_path / "mine.yaml"
-    own.write_text("extends: classify\ndata: {sequence_length: 32}\n")
+    own.write_text("extends: classify/transformer\ndata: {sequence_length: 32}\n")
     options = {"name": "x", "data.parts.topics.recipe": str(own)}
     path = train(tmp_path, **options).path
-    own.write_text("extends: classify\ndata: {sequence_length: 32, label_field: other}\n")
+    own.write_text("extends: classify/transformer\ndata: {sequence_length: 32, label_field: other}\n")
     assert bottega.load(path).evaluate()["topics/accuracy"] >= 0
     with pytest.raises(BottegaError, match=r"data\.parts\.topics: .*label"):
         train(tmp_path, **options, **{"training.max_steps": 9})
-    own.write_text("extends: classify\ndata: {sequence_length: 32}\nmodel: {attention_dropout: 0.3}\n")
+    own.write_text("extends: classify/transformer\ndata: {sequence_length: 32}\nmodel: {attention_dropout: 0.3}\n")
     with pytest.raises(
         DataError, match=r"data\.parts\.topics: model\.attention_dropout changed from None to 0\.3 since this run"
     ):

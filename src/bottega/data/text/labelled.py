@@ -22,6 +22,7 @@ from bottega.data.prepare.prepared import PreparedData
 from bottega.data.sources.source import Source
 from bottega.data.tables.classes import Classes, read_text_column
 from bottega.data.tables.shards import Table
+from bottega.data.text.ngrams import NgramWeighting
 from bottega.data.text.tokenizer import Tokenizer
 from bottega.similar_names import find_similar_names
 
@@ -113,14 +114,23 @@ class TextCollator:
 class LabelledTexts(Source):
     """Source of texts: input_ids and attention_mask int32 `(batch, T)`, and label int32 `(batch,)` or labels float32 `(batch, K)`."""
 
-    def __init__(self, folder: Path, table: str, *, labels: np.ndarray, sequence_length: int | None = None) -> None:
-        """`labels` are class indices `(rows,)` or multi-hot `(rows, K)`.
+    def __init__(
+        self,
+        folder: Path,
+        table: str,
+        *,
+        labels: np.ndarray,
+        sequence_length: int | None = None,
+        ngrams: NgramWeighting | None = None,
+    ) -> None:
+        """`labels` are class indices `(rows,)` or multi-hot `(rows, K)`; `ngrams` adds weighted n-grams to each batch.
 
         Texts are truncated at `sequence_length` and at the maximum length of a pretrained tokenizer's model.
         """
         self.folder, self.table_name = Path(folder), table
         self.labels = labels.astype(np.int32 if labels.ndim == 1 else np.float32)
         self.table = Table(self.folder / table)
+        self.ngrams = ngrams
         self.collator = TextCollator.from_metadata(self.meta, sequence_length=sequence_length)
         num_special_tokens = len(self.collator.prefix) + len(self.collator.suffix)
         if self.collator.max_length is not None and self.collator.max_length <= num_special_tokens:
@@ -138,7 +148,8 @@ class LabelledTexts(Source):
         return self.collator.compute_lengths(self.table.lengths("input_ids"))
 
     def length_order(self, count: int) -> np.ndarray:
-        return np.argsort(self.lengths()[:count], kind="stable")
+        lengths = self.lengths() if self.ngrams is None else self.table.lengths("ngrams")
+        return np.argsort(lengths[:count], kind="stable")
 
     def scores(self, name: str) -> np.ndarray:
         """Return the difficulty of each text, from the field `name`."""
@@ -149,14 +160,23 @@ class LabelledTexts(Source):
     @property
     def padding_values(self) -> dict[str, int]:
         """Values that pad a batch when it is joined with one of another length."""
-        return {"input_ids": self.collator.pad_token_id, "attention_mask": 0}
+        ngrams = {} if self.ngrams is None else {"ngram_ids": 0, "ngram_weights": 0}
+        return {"input_ids": self.collator.pad_token_id, "attention_mask": 0, **ngrams}
 
     def rows(self, index: np.ndarray, epoch: np.ndarray) -> dict[str, Any]:
-        ends = self.table.ends("input_ids")
-        starts = np.where(index > 0, ends[index - 1], 0)
+        starts, ends = self._locate("input_ids", index)
         values = self.table.values("input_ids")
-        batch = self.collator.gather(values, starts, ends[index], length_limit=self.sequence_length)
+        batch = self.collator.gather(values, starts, ends, length_limit=self.sequence_length)
+        if self.ngrams is not None:
+            starts, ends = self._locate("ngrams", index)
+            buckets, counts = self.table.values("ngrams"), self.table.values("ngram_counts")
+            batch |= self.ngrams.collate(buckets, counts, starts, ends)
         return {**batch, "label" if self.labels.ndim == 1 else "labels": self.labels[index]}
+
+    def _locate(self, column: str, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the start and the end of each row in a column."""
+        ends = self.table.ends(column)
+        return np.where(index > 0, ends[index - 1], 0), ends[index]
 
     @property
     def fingerprint(self) -> str:
@@ -174,14 +194,19 @@ class LabelledTexts(Source):
 
 
 def open_labelled_texts(
-    prepared: PreparedData, table: str, *, classes: Classes | None = None, sequence_length: int | None = None
+    prepared: PreparedData,
+    table: str,
+    *,
+    classes: Classes | None = None,
+    sequence_length: int | None = None,
+    ngrams: NgramWeighting | None = None,
 ) -> LabelledTexts:
     """Open the texts of one table; `classes`, such as those of a trained model, replace those of the data."""
     label_classes = prepared.classes if classes is None else classes
     labels = encode_labels(
         prepared.table(table), label_classes, multi_label=prepared.metadata.get("multi_label", False)
     )
-    return LabelledTexts(prepared.folder, table, labels=labels, sequence_length=sequence_length)
+    return LabelledTexts(prepared.folder, table, labels=labels, sequence_length=sequence_length, ngrams=ngrams)
 
 
 def encode_labels(table: Table, classes: Classes, *, multi_label: bool = False) -> np.ndarray:

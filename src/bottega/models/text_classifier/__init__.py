@@ -1,1 +1,1 @@
-"""Text classifiers: a transformer encoder, Kim's convolutional network, and pretrained encoders."""
+"""Text classifiers: a linear model over hashed n-grams, a transformer encoder, Kim's convolutional network, and pretrained encoders."""

@@ -1,4 +1,4 @@
-"""Sizes of the text classifiers (Kim's CNN, our encoder, pretrained encoders), without importing torch."""
+"""Sizes of the text classifiers (n-grams, Kim's CNN, our encoder, pretrained encoders), without importing torch."""
 
 from __future__ import annotations
 
@@ -19,6 +19,25 @@ OFFSET_POSITIONS = (
 """model_types whose positions start after the padding id, so that their first position embeddings are never used."""
 
 
+NGRAM_MODULE = "ngrams"
+"""Name of the layer over n-grams in every model that has one."""
+
+
+class NgramShape(BaseModel):
+    """Sizes of the linear classifier over hashed n-grams."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["ngrams"] = "ngrams"
+    num_buckets: int = Field(gt=1)
+    num_labels: int = Field(gt=1)
+
+    @property
+    def max_positions(self) -> None:
+        """None: the n-grams of a text are a set."""
+        return None
+
+
 class KimShape(BaseModel):
     """Sizes of Kim's convolutional classifier. Models of equal shapes have interchangeable checkpoints."""
 
@@ -31,6 +50,8 @@ class KimShape(BaseModel):
     num_filters: int = Field(100, gt=0)
     filter_sizes: tuple[Annotated[int, Field(gt=0)], ...] = Field((3, 4, 5), min_length=1)
     dropout: float = Field(0.5, ge=0, lt=1)
+    num_buckets: int | None = Field(None, gt=1)
+    """Buckets of n-grams of the wide part; None leaves that part out."""
 
     @property
     def num_features(self) -> int:
@@ -56,6 +77,8 @@ class EncoderShape(BaseModel):
     max_positions: int = Field(512, gt=0)
     dropout: float = Field(0.1, ge=0, lt=1)
     attention_dropout: float = Field(0.0, ge=0, lt=1)
+    num_buckets: int | None = Field(None, gt=1)
+    """Buckets of n-grams of the wide part; None leaves that part out."""
 
     @model_validator(mode="after")
     def _check_head_size(self) -> EncoderShape:
@@ -132,4 +155,4 @@ class PretrainedShape(BaseModel):
         return num_positions
 
 
-TextClassifierShape = Annotated[KimShape | EncoderShape | PretrainedShape, Field(discriminator="kind")]
+TextClassifierShape = Annotated[NgramShape | KimShape | EncoderShape | PretrainedShape, Field(discriminator="kind")]

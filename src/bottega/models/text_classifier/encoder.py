@@ -16,6 +16,7 @@ from bottega.models.decoder.config import MLP_RATIO, TransformerShape
 from bottega.models.decoder.torch import Block, RMSNorm, SequenceContext, compute_rotary_tables
 from bottega.models.initial import initialise
 from bottega.models.text_classifier.config import EncoderShape
+from bottega.models.text_classifier.ngrams import build_wide_part
 
 
 class TextClassifier(nn.Module):
@@ -37,12 +38,14 @@ class TextClassifier(nn.Module):
             block.self_attn.dropout = shape.attention_dropout  # type: ignore[union-attr]
         self.norm = RMSNorm(shape.hidden_size, self.transformer_shape.norm_epsilon)
         self.head = nn.Linear(shape.hidden_size, shape.num_labels)
+        self.ngrams = build_wide_part(shape.num_buckets, shape.num_labels)
         self.checkpoint_blocks = False
         self.reset_buffers()
 
-    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """Return logits (B, K) of tokens `ids` (B, T)."""
-        return self.head(self._apply_dropout(self.features(ids, mask)))
+    def forward(self, ids: Tensor, mask: Tensor, *ngrams: Tensor) -> Tensor:
+        """Return logits (B, K) of tokens `ids` (B, T); with a wide part, `ngrams` are the inputs of that."""
+        logits = self.head(self._apply_dropout(self.features(ids, mask)))
+        return logits if self.ngrams is None else logits + self.ngrams(*ngrams)
 
     def features(self, ids: Tensor, mask: Tensor) -> Tensor:
         """Return the mean of the final hidden states of a text's tokens, (B, D)."""

@@ -1,4 +1,4 @@
-"""Recipes of classifiers: text with a transformer or Kim's CNN, images, audio and video with a convolutional network, and
+"""Recipes of classifiers: text with n-grams, a transformer or Kim's CNN, images, audio and video with a convolutional network, and
 images also with a spiking network.
 
 `data.input` selects one of the four media; the default is text.
@@ -8,27 +8,33 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from bottega.config.data import HeldOut, TextData, find_held_out_problems
 from bottega.config.media import MediaRecipe
-from bottega.config.recipe import Model, Recipe, Samples, find_path_problems
+from bottega.config.recipe import Evaluation, Model, Recipe, Samples, find_path_problems
 from bottega.config.section import Dropout, Number, Positive, Probability, Section, Whole
 from bottega.data.audio.config import AudioData
 from bottega.data.image.config import ImageData
 from bottega.data.text.config import TextAugmentation, Tokenizer, find_tokenizer_problems
+from bottega.data.text.ngram_spec import NgramSpec
 from bottega.data.video.config import VideoData
 from bottega.models.spiking.config import Coding, Reset, Surrogate
 from bottega.models.text_classifier.config import EncoderShape
 from bottega.tasks.classify.losses import LossName
 
+DEEP_KINDS = ("cnn", "transformer")
+"""Kinds of text classifiers that can have a wide part."""
+MAX_NGRAM_LENGTH, MIN_BUCKETS, MAX_BUCKETS = 8, 256, 1 << 26
+
 
 class ClassifyModel(Model):
     """The model of a text classifier: its architecture, dimensions and pretrained weights."""
 
-    kind: Literal["transformer", "cnn", "pretrained"] = Field(
+    kind: Literal["ngrams", "transformer", "cnn", "pretrained"] = Field(
         "transformer",
-        description="an encoder trained from scratch, Kim's CNN, or the encoder of a transformers folder (from)",
+        description="a linear model over hashed n-grams, an encoder trained from scratch, Kim's CNN, or the encoder of a transformers "
+        "folder (from)",
     )
     name: str | None = Field(None, description="title of the exported model's card")
     from_: str | None = Field(
@@ -45,9 +51,60 @@ class ClassifyModel(Model):
     embed_size: Positive | None = Field(None, description="cnn: width of the embedding")
     num_filters: Positive | None = Field(None, description="cnn: filters of each width")
     filter_sizes: tuple[Positive, ...] | None = Field(None, min_length=1, description="cnn: widths in tokens")
-    word_dropout: Dropout = Field(
-        0.0, description="fraction of the tokens replaced by the unknown token during training"
+    wide: bool = Field(
+        False,
+        description="cnn, transformer: add the logits of a linear model over n-grams, trained jointly (wide and deep)",
     )
+    word_ngrams: Whole | None = Field(
+        None, ge=0, le=MAX_NGRAM_LENGTH, description="ngrams, wide: longest n-gram of words; 0 is none; null is 2"
+    )
+    character_ngrams: tuple[Positive, ...] | None = Field(
+        None, description="ngrams, wide: shortest and longest n-gram of characters; [] is none; null is [3, 5]"
+    )
+    num_buckets: Positive | None = Field(
+        None,
+        ge=MIN_BUCKETS,
+        le=MAX_BUCKETS,
+        description="ngrams, wide: rows of the table that n-grams are hashed to; null is 262144",
+    )
+    word_dropout: Dropout = Field(
+        0.0, description="transformer, cnn: fraction of the tokens replaced by the unknown token during training"
+    )
+
+    @property
+    def ngrams(self) -> NgramSpec | None:
+        """The n-grams that the model reads, or None."""
+        if self.kind != "ngrams" and not (self.wide and self.kind in DEEP_KINDS):
+            return None
+        values = {"words": self.word_ngrams, "characters": self.character_ngrams, "buckets": self.num_buckets}
+        options = {key: value for key, value in values.items() if value is not None}
+        return NgramSpec(**options | ({"characters": None} if self.character_ngrams == () else {}))
+
+    @field_validator("character_ngrams")
+    @classmethod
+    def _check_character_ngrams(cls, lengths: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if lengths and (len(lengths) != 2 or not lengths[0] <= lengths[1] <= MAX_NGRAM_LENGTH):
+            raise ValueError(
+                f"expected the shortest and the longest length, such as [3, 5], up to {MAX_NGRAM_LENGTH}; [] is none"
+            )
+        return lengths
+
+    def find_conflicts(self) -> list[tuple[str, str, str]]:
+        """Return (key, other key, message) for each conflict between keys of n-grams and other keys."""
+        conflicts = []
+        if self.word_ngrams == 0 and self.character_ngrams == ():
+            text = "0 leaves no n-grams, because model.character_ngrams is []; set one of them"
+            conflicts.append(("model.word_ngrams", "model.character_ngrams", text))
+        if self.kind == "ngrams" and self.from_ is not None:
+            text = "a model of n-grams does not start from other weights; remove it, or set model.kind: pretrained"
+            conflicts.append(("model.from", "model.kind", text))
+        if self.wide and self.kind == "cnn" and self.from_ is not None:
+            text = "true cannot be combined with weights to start from; remove one of them"
+            conflicts.append(("model.wide", "model.from", text))
+        if self.wide and self.kind == "pretrained":
+            text = "true applies to cnn and transformer, but model.kind is pretrained; remove it"
+            conflicts.append(("model.wide", "model.kind", text))
+        return conflicts
 
     @model_validator(mode="before")
     @classmethod
@@ -144,6 +201,16 @@ def _has_value(section: Any, key: str, value: Any = True) -> bool:
     return isinstance(section, dict) and section.get(key) == value
 
 
+class ClassifyEvaluation(Evaluation):
+    """Validation of a text classifier."""
+
+    baseline: bool = Field(
+        True,
+        description="at the end, also fit TF-IDF with logistic regression to the training texts, and print its result on the validation "
+        "texts beside that of the run",
+    )
+
+
 class ClassifyRecipe(Recipe):
     """The recipe of a text classifier."""
 
@@ -151,6 +218,7 @@ class ClassifyRecipe(Recipe):
     model: ClassifyModel = Field(default_factory=ClassifyModel, description="the model")
     data: ClassifyData = Field(default_factory=ClassifyData, description="the data")
     loss: LossOptions | None = Field(None, description=_LOSS)
+    evaluation: ClassifyEvaluation = Field(default_factory=ClassifyEvaluation, description="validation during training")
     samples: Samples = Field(
         default_factory=lambda: Samples(every=None), description="not used: a classifier generates no samples"
     )
@@ -177,7 +245,7 @@ class ClassifyRecipe(Recipe):
         return problems + find_tokenizer_problems(self.data.tokenizer)
 
     def find_conflicts(self) -> list[tuple[str, str, str]]:
-        conflicts, model = super().find_conflicts(), self.model
+        conflicts, model = super().find_conflicts() + self.model.find_conflicts(), self.model
         sizes = {key: value for key in ("hidden_size", "num_heads") if (value := getattr(model, key)) is not None}
         try:
             if model.kind == "transformer":

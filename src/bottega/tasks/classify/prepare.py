@@ -29,6 +29,7 @@ from bottega.data.tables.shards import TEXT, Column, Table
 from bottega.data.text import synonyms
 from bottega.data.text.augment import make_augmented_copies
 from bottega.data.text.config import TextAugmentation
+from bottega.data.text.ngrams import NgramSpec, count_ngrams
 from bottega.data.text.tokenizer import Tokenizer
 from bottega.data.text.vocabulary import TokenizerSpec, build_tokenizer
 from bottega.tasks.classify.config import ClassifyData
@@ -50,16 +51,17 @@ def prepare_classify(
     seed: int,
     progress: ProgressCallback,
     num_classes: int | None = None,
+    ngrams: NgramSpec | None = None,
     cache: Path | None = None,
 ) -> PreparedData:
     """Prepare tables with the columns input_ids, text, label, form and key, from the cache if they are there.
 
-    `num_classes` is that of the recipe, None to count the classes in the data. With data.multi_label, `label` is a JSON list
+    `ngrams` adds the hashed n-grams of each text. `num_classes` is that of the recipe, None to count the classes in the data. With data.multi_label, `label` is a JSON list
     of class names; `form` says whether it was a number or a word, had extra spaces, or belongs to an augmented copy.
     """
     prepared = open_if_prepared(data, task="classify")
     if prepared is not None:
-        _check_prepared(prepared, data, spec)
+        _check_prepared(prepared, data, spec, ngrams)
         return prepared
     data = resolve_embedded_sources(data, "jsonl", find_docstrings_file)
     inputs, fractions = collect_inputs(data)
@@ -82,7 +84,8 @@ def prepare_classify(
         tokenizer = load_or_train_tokenizer(spec, pretrained, texts, folder / "tokenizer", progress)
         tokenizer.byte_lengths.astype("<i4").tofile(folder / BYTE_LENGTHS)
         checks = LabelChecks(texts.plan.tables, _count_stratified_folds(data.split), num_classes)
-        return LabelledEncoder(folder / "tokenizer", tokenizer.dtype.str, reader, augmentation, seed, checks, notes)
+        dtype = tokenizer.dtype.str
+        return LabelledEncoder(folder / "tokenizer", dtype, reader, augmentation, seed, checks, ngrams, notes)
 
     vocabulary = (spec.vocab_size, spec.min_frequency) if spec.kind == "words" else None
     # The maximum length belongs to the model, so the tokenizer's fingerprint does not cover it.
@@ -95,7 +98,7 @@ def prepare_classify(
         data=data,
         rules=Rules.for_text(data, label=data.label_field, class_names=data.class_name_by_number),
         build_encoder=build_encoder,
-        options=(*options, FORMAT, reader, vocabulary, max_length),
+        options=(*options, FORMAT, reader, vocabulary, max_length, *((ngrams,) if ngrams is not None else ())),
         label_field=data.label_field,
         # A label is then a list, so the encoder finds the classes.
         needs_classes=not data.multi_label,
@@ -128,7 +131,10 @@ def _read_as_lines(inputs: tuple[Input, ...]) -> tuple[tuple[Input, ...], tuple[
     return tuple(changed), tuple(dict.fromkeys(notes))
 
 
-def _check_prepared(prepared: PreparedData, data: ClassifyData, spec: TokenizerSpec) -> None:
+def _check_prepared(prepared: PreparedData, data: ClassifyData, spec: TokenizerSpec, ngrams: NgramSpec | None) -> None:
+    if ngrams is not None and prepared.metadata.get("ngrams") != ngrams.model_dump(mode="json"):
+        problem = "other n-grams than" if prepared.metadata.get("ngrams") else "without the n-grams that"
+        raise DataError(f"{prepared.folder} was prepared {problem} this model needs; prepare it again with this recipe")
     if prepared.metadata.get("multi_label", False) != data.multi_label:
         prepared_with = "one class" if data.multi_label else "several classes"
         raise DataError(
@@ -231,13 +237,17 @@ class LabelledEncoder(Encoder):
     augmentation: TextAugmentation | None
     seed: int
     checks: LabelChecks
+    ngrams: NgramSpec | None = None
     notes: tuple[str, ...] = ()
     """Notes on how the files were read."""
 
     @property
     def columns(self) -> dict[str, Column]:
         ids = Column(self.dtype, varying=True)
-        return {"input_ids": ids, "text": TEXT, "label": TEXT, "form": Column(), "key": TEXT}
+        columns = {"input_ids": ids, "text": TEXT, "label": TEXT, "form": Column(), "key": TEXT}
+        if self.ngrams is None:
+            return columns
+        return {**columns, "ngrams": Column("<u4", varying=True), "ngram_counts": Column("<u2", varying=True)}
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -253,6 +263,7 @@ class LabelledEncoder(Encoder):
             "unknown": tokenizer.unk_token_id,
             "longest": tokenizer.model_max_length,
             "multi_label": multi_label,
+            **({"ngrams": self.ngrams.model_dump(mode="json")} if self.ngrams is not None else {}),
             **({"classes": self.checks.find_label_names(tables)} if multi_label else {}),
             "notes": [*self.notes, *self.checks.describe_stripped_labels(tables)],
         }
@@ -276,9 +287,9 @@ class LabelledEncoder(Encoder):
                 group.append((table, row))
                 characters += len(row["text"]) if not isinstance(row, BadRecord) else 0
             if characters >= CHARACTERS_PER_CALL:
-                yield from _tokenise(group, tokenizer)
+                yield from self._encode_group(group, tokenizer)
                 group, characters = [], 0
-        yield from _tokenise(group, tokenizer)
+        yield from self._encode_group(group, tokenizer)
 
     def _build_rows(self, record: Record, *, is_training: bool) -> Iterator[Row | BadRecord]:
         try:
@@ -300,9 +311,22 @@ class LabelledEncoder(Encoder):
             for number, copy in enumerate(copies, start=1):
                 yield {"text": copy, "label": label, "form": COPY, "key": f"{record.key}~{number}"}
 
+    def _encode_group(
+        self, group: list[tuple[str, Row | BadRecord]], tokenizer: Tokenizer
+    ) -> Iterator[tuple[str, Row | BadRecord]]:
+        """Add the tokens and, if the model needs them, the n-grams of each text."""
+        texts = [row["text"] for _, row in group if not isinstance(row, BadRecord)]
+        ids = tokenizer.encode_documents(texts)
+        ngrams = iter(_iter_ngrams(texts, self.ngrams))
+        for table, row in group:
+            yield table, row if isinstance(row, BadRecord) else {**row, "input_ids": next(ids), **next(ngrams)}
 
-def _tokenise(group: list[tuple[str, Row | BadRecord]], tokenizer: Tokenizer) -> Iterator[tuple[str, Row | BadRecord]]:
-    texts = [row["text"] for _, row in group if not isinstance(row, BadRecord)]
-    ids = tokenizer.encode_documents(texts)
-    for table, row in group:
-        yield table, row if isinstance(row, BadRecord) else {**row, "input_ids": next(ids)}
+
+def _iter_ngrams(texts: list[str], spec: NgramSpec | None) -> Iterator[Row]:
+    """Yield the n-gram columns of each text."""
+    if spec is None:
+        yield from ({} for _ in texts)
+        return
+    ngrams = count_ngrams(texts, spec)
+    for start, end in zip([0, *ngrams.ends[:-1].tolist()], ngrams.ends.tolist(), strict=False):
+        yield {"ngrams": ngrams.buckets[start:end], "ngram_counts": ngrams.counts[start:end]}

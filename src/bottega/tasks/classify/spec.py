@@ -26,14 +26,39 @@ def prepare(recipe: Any, progress: Any) -> Any:
         resolve_tokenizer_spec(recipe),
         seed=recipe.seed,
         num_classes=recipe.model.num_labels,
+        ngrams=recipe.model.ngrams,
         progress=progress,
     )
 
 
 def adapt(base: FlatConfig, layer: FlatConfig) -> list[str]:
-    """Drop the dimensions of `base` if `layer` starts from pretrained weights, which have their own."""
+    """Drop the dimensions of `base` if `layer` starts from pretrained weights, which have their own, and its n-grams."""
+    notes = _note_learning_rate(base, layer)
     drop_dimensions(base, layer, _is_encoder)
-    return []
+    base_model = layer.get("model.from")
+    values = {name: entry.value for flat in (base, layer) for name, entry in flat.items()}
+    if base_model is not None and base_model.value is not None and _is_encoder(values):
+        for key in NGRAM_KEYS:
+            if key not in layer:
+                base.pop(key, None)
+        if "model.kind" not in layer and values.get("model.kind") == "ngrams":
+            base.pop("model.kind")
+    return notes
+
+
+def _note_learning_rate(base: FlatConfig, layer: FlatConfig) -> list[str]:
+    """Return a note if `layer` replaces n-grams by a network but keeps their learning rate, which is too high for it."""
+    kind, rate = base.get("model.kind"), base.get("training.learning_rate")
+    is_replaced = any(key in layer and layer[key].value not in (None, "ngrams") for key in ("model.kind", "model.from"))
+    if kind is None or kind.value != "ngrams" or rate is None or not is_replaced or "training.learning_rate" in layer:
+        return []
+    return [
+        f"training.learning_rate: {rate.value:g} suits n-grams, and is too high for a network; start from classify/transformer, "
+        "classify/cnn or classify/pretrained, or set it"
+    ]
+
+
+NGRAM_KEYS = tuple(f"model.{name}" for name in ("wide", "word_ngrams", "character_ngrams", "num_buckets"))
 
 
 def _is_encoder(values: Mapping[str, Any]) -> bool:

@@ -20,7 +20,13 @@ from bottega.core.types import Batch, Loss, Models, Rows, Sums
 from bottega.models.convnet.config import ConvNetShape
 from bottega.models.spiking.config import SpikingNetShape
 from bottega.models.spiking.units import firing_rate_penalties, sum_activity, unit_activity, unit_activity_metrics
-from bottega.models.text_classifier.config import EncoderShape, KimShape, PretrainedShape, TextClassifierShape
+from bottega.models.text_classifier.config import (
+    EncoderShape,
+    KimShape,
+    NgramShape,
+    PretrainedShape,
+    TextClassifierShape,
+)
 from bottega.tasks.classify.losses import LossName, find_loss
 from bottega.tasks.classify.losses.base import ClassificationLoss
 from bottega.tasks.metrics import classification
@@ -35,6 +41,10 @@ NETWORKS: dict[type, tuple[str, str]] = {
         "bottega.models.spiking.network:SpikingNet",
         "bottega.models.spiking.network:initialise_spiking",
     ),
+    NgramShape: (
+        "bottega.models.text_classifier.ngrams:NgramClassifier",
+        "bottega.models.text_classifier.ngrams:initialise_ngrams",
+    ),
     KimShape: ("bottega.models.text_classifier.kim:Kim", "bottega.models.text_classifier.kim:initialise_kim"),
     EncoderShape: (
         "bottega.models.text_classifier.encoder:TextClassifier",
@@ -47,8 +57,8 @@ NETWORKS: dict[type, tuple[str, str]] = {
 class Classification(Task):
     """Classification with one class for each example, or several (`multi_label`).
 
-    A batch of texts has `input_ids` and `attention_mask`, both (batch, length), with 0 for padding at the end; any other
-    batch has its samples under `key`, (batch, *grid, channels). Labels are `label` (batch,), the class number, or with
+    A batch of texts has `input_ids` and `attention_mask`, both (batch, length), with 0 for padding at the end, and for a model of
+    n-grams `ngram_ids` and `ngram_weights`, both (batch, n-grams), with weight 0 for padding; any other batch has its samples under `key`, (batch, *grid, channels). Labels are `label` (batch,), the class number, or with
     `multi_label` `labels` (batch, classes) of 0 and 1. Optional: `weight` (batch,), 0 for a padding row.
     """
 
@@ -218,13 +228,16 @@ class Classification(Task):
     def _compute_logits(self, model: Any, batch: Batch, rng: Noise | None) -> Tensor:
         if self.key != "text":
             return model(batch[self.key])
+        ngrams = (batch["ngram_ids"].long(), batch["ngram_weights"]) if "ngram_ids" in batch else ()
+        if isinstance(self.shape, NgramShape):
+            return model(*ngrams)
         ids, mask = batch["input_ids"].long(), batch["attention_mask"] > 0
         if self.word_dropout and rng is not None:
             assert self.unknown is not None
             length = ids.shape[1]
             draws = rng.uniform("word_dropout", (-(-length // DRAWS_MULTIPLE) * DRAWS_MULTIPLE,))[:, :length]
             ids = torch.where((draws < self.word_dropout) & mask, self.unknown, ids)
-        return model(ids, mask)
+        return model(ids, mask, *ngrams)
 
     def _compute_single_label_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the loss of each example times the weight of its class, (batch,)."""

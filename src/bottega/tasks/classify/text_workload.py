@@ -1,4 +1,4 @@
-"""The workload of text classifiers: labelled texts, their tokenizer, and an encoder, Kim's CNN or a pretrained model."""
+"""The workload of text classifiers: labelled texts, their tokenizer, and n-grams, an encoder, Kim's CNN or a pretrained model."""
 
 from __future__ import annotations
 
@@ -11,39 +11,45 @@ from typing import Any, final
 
 import numpy as np
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 from safetensors.torch import save_file
 
-from bottega.config.error_messages import format_shape_error
-from bottega.core.errors import DataError, UsageError
+from bottega.core.errors import DataError
 from bottega.core.types import Models, Rows
+from bottega.data.prepare.labels import COPY
 from bottega.data.prepare.prepared import PreparedData
 from bottega.data.sources.external import ExternalData
 from bottega.data.sources.source import Source
-from bottega.data.tables.classes import Classes
+from bottega.data.tables.classes import Classes, read_text_column
+from bottega.data.tables.shards import Table
 from bottega.data.text.labelled import (
     LabelledTexts,
     TextCollator,
     describe_rare_classes,
+    encode_labels,
     find_training_classes,
     open_labelled_texts,
 )
+from bottega.data.text.ngram_spec import NgramSpec
+from bottega.data.text.ngrams import IDF_FILE, NgramWeighting
 from bottega.data.text.tokenizer import Tokenizer
 from bottega.data.text.vocabulary import TokenizerSpec
-from bottega.models.text_classifier.config import EncoderShape, KimShape, PretrainedShape, TextClassifierShape
-from bottega.models.text_classifier.pretrained import export_pretrained, read_pretrained_shape
+from bottega.models.text_classifier.config import PretrainedShape, TextClassifierShape
+from bottega.models.text_classifier.pretrained import export_pretrained
 from bottega.tasks.base_model import find_base_folder, resolve_tokenizer_spec
+from bottega.tasks.classify.baseline import fit_linear_baseline
 from bottega.tasks.classify.config import ClassifyRecipe
 from bottega.tasks.classify.objective import Objective, includes_unseen_classes
 from bottega.tasks.classify.predict import predict_texts
 from bottega.tasks.classify.prediction_tables import build_prediction_tables
 from bottega.tasks.classify.prepare import prepare_classify
 from bottega.tasks.classify.task import Classification
+from bottega.tasks.classify.text_shape import resolve_text_classifier_shape
 from bottega.tasks.metadata import MetadataUnreadable, read_metadata
 from bottega.tasks.processor import FolderProcessor
 from bottega.tasks.sampler import NoSampler
 from bottega.tasks.table_data import TableData
-from bottega.tasks.workload import Predictor, Workload
+from bottega.tasks.workload import Baseline, Predictor, Workload
 
 CLASSES_FILE, SHAPE_FILE, CONFIG_FILE = "classes.json", "shape.json", "config.json"
 MODEL_TYPE = "bottega-text-classifier"
@@ -63,7 +69,16 @@ def open_workload(recipe: ClassifyRecipe, *, progress: Callable[[str, int, int],
         return np.concatenate(labels)
 
     objective = Objective.from_options(recipe.loss, read_labels, classes.names)
-    return TextClassifyWorkload(recipe, prepared.tokenizer, classes, shape, objective, prepared=prepared)
+    ngrams = _fit_ngrams(prepared, recipe.model.ngrams)
+    return TextClassifyWorkload(recipe, prepared.tokenizer, classes, shape, objective, ngrams=ngrams, prepared=prepared)
+
+
+def _fit_ngrams(prepared: PreparedData, spec: NgramSpec | None) -> NgramWeighting | None:
+    """Return the weights of n-grams by their frequency in the training texts, if the model reads n-grams."""
+    if spec is None:
+        return None
+    tables = [prepared.table(name) for name in prepared.training_tables]
+    return NgramWeighting.fit(spec, (table.values("ngrams") for table in tables), sum(map(len, tables)))
 
 
 def reopen_workload(recipe: ClassifyRecipe, processor_folder: Path, fingerprint: str) -> TextClassifyWorkload:
@@ -71,12 +86,15 @@ def reopen_workload(recipe: ClassifyRecipe, processor_folder: Path, fingerprint:
     # Shape and classes are read from that folder: the data, or the model that the run started from, may be gone.
     classes, shape = _read_classes(processor_folder), _read_shape(processor_folder)
     objective = Objective.load(recipe.loss, processor_folder)
+    spec = recipe.model.ngrams
+    ngrams = None if spec is None else _read_ngrams(spec, processor_folder)
     return TextClassifyWorkload(
         recipe,
         Tokenizer.load(processor_folder),
         classes,
         shape,
         objective,
+        ngrams=ngrams,
         expected_fingerprint=fingerprint,
         processor_folder=processor_folder,
     )
@@ -86,7 +104,14 @@ def _prepare_texts(
     recipe: ClassifyRecipe, progress: Callable[[str, int, int], None], *, processor_folder: Path | None = None
 ) -> PreparedData:
     spec = resolve_tokenizer_spec(recipe, processor_folder=processor_folder)
-    return prepare_classify(recipe.data, spec, seed=recipe.seed, num_classes=recipe.model.num_labels, progress=progress)
+    return prepare_classify(
+        recipe.data,
+        spec,
+        seed=recipe.seed,
+        num_classes=recipe.model.num_labels,
+        ngrams=recipe.model.ngrams,
+        progress=progress,
+    )
 
 
 @final
@@ -94,6 +119,7 @@ class TextClassifyWorkload(Workload):
     """A classifier of texts."""
 
     unit = "texts"
+    data: TableData
 
     def __init__(
         self,
@@ -103,23 +129,25 @@ class TextClassifyWorkload(Workload):
         shape: TextClassifierShape,
         objective: Objective,
         *,
+        ngrams: NgramWeighting | None = None,
         prepared: PreparedData | None = None,
         expected_fingerprint: str | None = None,
         processor_folder: Path | None = None,
     ) -> None:
         """Open with `prepared` data, or reopen from a finished run's `processor_folder` and its data fingerprint."""
         self.recipe, self.tokenizer, self.classes, self.shape = recipe, tokenizer, classes, shape
-        self.objective = objective
+        self.objective, self.ngrams = objective, ngrams
         self._processor_folder = processor_folder
         base_folder = find_base_folder(recipe, processor_folder=processor_folder)
-        unknown = tokenizer.unk_token_id if recipe.model.word_dropout else None
+        word_dropout = recipe.model.word_dropout if recipe.model.kind != "ngrams" else 0.0
+        unknown = tokenizer.unk_token_id if word_dropout else None
         self.task: Classification = Classification(
             key="text",
             shape=shape,
             label_smoothing=recipe.training.label_smoothing,
             **objective.task_fields,
             multi_label=recipe.data.multi_label,
-            word_dropout=recipe.model.word_dropout,
+            word_dropout=word_dropout,
             unknown=unknown,
             pretrained=str(base_folder) if base_folder is not None else None,
         )
@@ -134,7 +162,7 @@ class TextClassifyWorkload(Workload):
             expected_fingerprint=expected_fingerprint,
             notes=self._collect_notes,
         )
-        self.processor = TextClassifyProcessor(tokenizer, classes, shape, objective)
+        self.processor = TextClassifyProcessor(tokenizer, classes, shape, objective, ngrams)
         self.sampler = NoSampler(recipe)
         self.predictor = Predictor("texts", partial(predict_texts, self))
 
@@ -168,6 +196,8 @@ class TextClassifyWorkload(Workload):
     @property
     def sequence_length(self) -> int | None:
         """Maximum number of tokens of a text; None is unlimited."""
+        if self.recipe.model.kind == "ngrams":
+            return None  # the n-grams of a text are those of all of it
         limits = [n for n in (self.recipe.data.sequence_length, self.shape.max_positions) if n is not None]
         return min(limits, default=None)
 
@@ -186,12 +216,15 @@ class TextClassifyWorkload(Workload):
                 data.model_copy(update={"augmentation": None, "deduplicate": None}),
                 TokenizerSpec(kind="pretrained", path=folder),
                 seed=self.recipe.seed,
+                ngrams=self.recipe.model.ngrams,
                 progress=lambda stage, done, total: None,
             )
         return self._open_texts(prepared, external.table)
 
     def _open_texts(self, prepared: PreparedData, table: str) -> LabelledTexts:
-        return open_labelled_texts(prepared, table, classes=self.classes, sequence_length=self.sequence_length)
+        return open_labelled_texts(
+            prepared, table, classes=self.classes, sequence_length=self.sequence_length, ngrams=self.ngrams
+        )
 
     @torch.no_grad()
     def predict(self, models: Models, texts: Sequence[str], *, device: Any, batch_size: int = 128) -> np.ndarray:
@@ -206,7 +239,10 @@ class TextClassifyWorkload(Workload):
         order = np.argsort([len(text) for text in ids], kind="stable")
         for start in range(0, len(order), batch_size):
             indices = order[start : start + batch_size]
-            batch = {k: torch.from_numpy(v).to(device) for k, v in collator.collate([ids[i] for i in indices]).items()}
+            arrays = collator.collate([ids[i] for i in indices])
+            if self.ngrams is not None:
+                arrays |= self.ngrams.collate_texts([texts[i] for i in indices])
+            batch = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
             logits = self.task.predict(models, batch).float()
             outputs = logits.sigmoid() if self.task.multi_label else logits.softmax(dim=1)
             probabilities[indices] = outputs.cpu().numpy()
@@ -222,6 +258,30 @@ class TextClassifyWorkload(Workload):
 
     def build_evaluation_tables(self, rows: Rows) -> dict[str, Any]:
         return build_prediction_tables(rows, tuple(self.classes.names))
+
+    def fit_baseline(self) -> Baseline | None:
+        """Fit the linear baseline, unless the recipe turns it off.
+
+        There is none for several labels per text, without validation texts, if only a part of them is evaluated, or for a fold
+        of a cross-validation.
+        """
+        data, evaluation = self.recipe.data, self.recipe.evaluation
+        is_fold = data.split is not None and data.split.folds is not None
+        validation = self.data.validation()
+        if not evaluation.baseline or data.multi_label or is_fold or evaluation.max_batches or not validation:
+            return None
+        prepared = self.data.prepared
+        parts = [self._read_texts(prepared.table(name)) for name in prepared.training_tables]
+        texts, labels = [text for part in parts for text in part[0]], np.concatenate([part[1] for part in parts])
+        new_texts, new_labels = self._read_texts(prepared.table("validation"), limit=len(validation))
+        return fit_linear_baseline((texts, labels), (new_texts, new_labels), len(self.classes))
+
+    def _read_texts(self, table: Table, *, limit: int | None = None) -> tuple[list[str], np.ndarray]:
+        """Return texts and class numbers of the first `limit` rows, without augmented copies."""
+        is_original = table.values("form") != COPY
+        texts, labels = read_text_column(table, "text"), encode_labels(table, self.classes)
+        rows = np.flatnonzero(is_original)[:limit]
+        return [texts[row] for row in rows], labels[rows]
 
     def export(self, models: Models, folder: Path) -> dict[str, Any]:
         """Write the model and its tokenizer.
@@ -242,6 +302,9 @@ class TextClassifyWorkload(Workload):
             "multi_label": self.recipe.data.multi_label,
             "sequence_length": self.sequence_length,
         }
+        if self.ngrams is not None:
+            config["ngrams"] = self.ngrams.spec.model_dump()
+            self.ngrams.save(folder)
         (folder / CONFIG_FILE).write_text(json.dumps(config, indent=1) + "\n")
         save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
         return {"library_name": "bottega", "pipeline_tag": "text-classification"}
@@ -249,21 +312,29 @@ class TextClassifyWorkload(Workload):
 
 @final
 class TextClassifyProcessor(FolderProcessor):
-    """The tokenizer, the classes, the shape of the model and its loss."""
+    """The tokenizer, the classes, the shape of the model, its loss and the weights of its n-grams."""
 
     def __init__(
-        self, tokenizer: Tokenizer, classes: Classes, shape: TextClassifierShape, objective: Objective
+        self,
+        tokenizer: Tokenizer,
+        classes: Classes,
+        shape: TextClassifierShape,
+        objective: Objective,
+        ngrams: NgramWeighting | None,
     ) -> None:
         self.tokenizer, self.classes, self.shape, self.objective = tokenizer, classes, shape, objective
+        self.ngrams = ngrams
 
     def is_saved(self, folder: Path) -> bool:
         try:
             previous = (_read_shape(folder), _read_classes(folder), Tokenizer.load(folder).fingerprint)
+            ngrams = None if self.ngrams is None else _read_ngrams(self.ngrams.spec, folder)
         except (MetadataUnreadable, OSError, DataError):
             return False
-        if previous != (self.shape, self.classes, self.tokenizer.fingerprint):
+        are_ngrams_equal = self.ngrams is None or self.ngrams.equals(ngrams)
+        if previous != (self.shape, self.classes, self.tokenizer.fingerprint) or not are_ngrams_equal:
             raise DataError(
-                "the tokenizer or the classes of the data differ from those of this run; start over with --fresh"
+                "the tokenizer, the n-grams or the classes of the data differ from those of this run; start over with --fresh"
             )
         return True
 
@@ -272,41 +343,8 @@ class TextClassifyProcessor(FolderProcessor):
         (folder / CLASSES_FILE).write_text(json.dumps(self.classes.names, indent=1) + "\n")
         (folder / SHAPE_FILE).write_text(self.shape.model_dump_json(indent=1) + "\n")
         self.objective.save(folder)
-
-
-def resolve_text_classifier_shape(
-    recipe: ClassifyRecipe, vocab_size: int, class_names: Sequence[str]
-) -> TextClassifierShape:
-    """Return the dimensions of the model: those of the recipe, and defaults for the rest."""
-    model = recipe.model
-    if model.kind == "pretrained":
-        base_folder = find_base_folder(recipe)
-        assert base_folder is not None, "the recipe schema requires model.from"
-        shape = read_pretrained_shape(
-            base_folder,
-            class_names,
-            multi_label=recipe.data.multi_label,
-            dropout=model.dropout,
-            attention_dropout=model.attention_dropout,
-        )
-        for key in ("hidden_size", "num_layers", "num_heads"):
-            value, actual = getattr(model, key), shape.get_dimension(key)
-            if value is not None and actual is not None and value != actual:
-                raise UsageError(f"model.{key}: {value} differs from {actual} of model.from; remove it")
-        return shape
-    if model.vocab_size is not None and model.vocab_size < vocab_size:
-        raise UsageError(f"model.vocab_size: {model.vocab_size} is less than the tokenizer's {vocab_size}; remove it")
-    keys: tuple[str, ...] = ("embed_size", "num_filters", "filter_sizes", "dropout")
-    if model.kind == "transformer":
-        keys = ("hidden_size", "num_layers", "num_heads", "dropout", "attention_dropout")
-    sizes = {key: value for key in keys if (value := getattr(model, key)) is not None}
-    common = {"vocab_size": model.vocab_size or vocab_size, "num_labels": len(class_names)}
-    if model.kind == "transformer" and recipe.data.sequence_length is not None:
-        sizes["max_positions"] = recipe.data.sequence_length
-    try:
-        return EncoderShape(**common, **sizes) if model.kind == "transformer" else KimShape(**common, **sizes)
-    except ValidationError as error:
-        raise UsageError(format_shape_error(error)) from None
+        if self.ngrams is not None:
+            self.ngrams.save(folder)
 
 
 def _read_shape(processor_folder: Path) -> TextClassifierShape:
@@ -315,3 +353,7 @@ def _read_shape(processor_folder: Path) -> TextClassifierShape:
 
 def _read_classes(processor_folder: Path) -> Classes:
     return read_metadata(processor_folder / CLASSES_FILE, lambda raw: Classes(tuple(map(str, json.loads(raw)))))
+
+
+def _read_ngrams(spec: NgramSpec, processor_folder: Path) -> NgramWeighting:
+    return read_metadata(processor_folder / IDF_FILE, lambda raw: NgramWeighting.parse(spec, raw))
