@@ -112,6 +112,16 @@ def gpu() -> Iterator[None]:
     torch.cuda.empty_cache()
 
 
+@pytest.fixture
+def compiled_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `training.compile: auto` compile the few steps of a test, as it does a long run."""
+    from bottega.engines import compile_choice
+
+    cost = compile_choice.CompileCost(compile_seconds=0.0, factor=0.5, step_seconds=1.0)
+    costs = {kind: dict.fromkeys(table, cost) for kind, table in compile_choice.COSTS.items()}
+    monkeypatch.setattr(compile_choice, "COSTS", costs)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Put prepared data into a temporary folder, never into the cache of the user."""

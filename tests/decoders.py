@@ -1,4 +1,4 @@
-"""Helpers for tests of decoders: generation with and without a cache, and a count of compilations."""
+"""Helpers for tests of decoders: small models of every kind, generation with and without a cache, and a count of compilations."""
 
 from __future__ import annotations
 
@@ -8,8 +8,38 @@ import pytest
 import torch
 from torch import Tensor
 
+from bottega.models.decoder.config import TransformerShape
+from bottega.models.decoder.kinds import resolve_shape_fields
 from bottega.models.decoder.torch import Transformer
+from bottega.models.initial import initialise
 from bottega.tasks.language.sampling import generate_tokens
+
+V = 61
+KINDS: dict[str, dict[str, Any]] = {
+    "transformer": {},
+    "moe": {"num_experts": 4, "intermediate_size": 48},
+    "moe-sigmoid": {"num_experts": 4, "intermediate_size": 48, "gate": "sigmoid", "shared_experts": 1},
+    "moe-spiking": {"num_experts": 4, "intermediate_size": 48, "router": "spiking", "experts_per_token": 1},
+    "ssm": {"state_size": 8, "ssm_head_size": 8, "chunk_size": 8},
+    "ssm-experts": {"state_size": 8, "ssm_head_size": 8, "chunk_size": 8, "num_experts": 3, "experts_every": 2},
+    "hybrid": {"state_size": 8, "ssm_head_size": 8, "chunk_size": 8, "attention_every": 2},
+}
+
+
+def small_shape(name: str, **changes: Any) -> TransformerShape:
+    kind: Any = name.partition("-")[0]
+    settings = {"num_layers": 4, "hidden_size": 32, **KINDS[name], **changes}
+    return TransformerShape(**{"vocab_size": V, "context": 32, **resolve_shape_fields(kind, None, settings)})
+
+
+def small_model(name: str, *, seed: int = 0, **changes: Any) -> Transformer:
+    """Build a model with wide initial weights, so that every layer affects the output."""
+    shape = small_shape(name, **changes)
+    with torch.device("meta"):
+        model = Transformer(shape)
+    model.to_empty(device="cpu")
+    initialise(model, seed, std=0.2, residual_layers=shape.num_layers)
+    return model
 
 
 def generate_rows(model: Transformer, prompts: list[list[int]], **settings: Any) -> list[list[int | None]]:

@@ -18,35 +18,9 @@ from bottega.models.decoder.kinds import (
 )
 from bottega.models.decoder.torch import Block, DecoderCache, Transformer
 from bottega.models.experts.config import ExpertsShape
-from bottega.models.initial import initialise
-from decoders import compile_and_count
+from decoders import KINDS, V, compile_and_count, small_model, small_shape
 
-V, T = 61, 24
-KINDS: dict[str, dict[str, Any]] = {
-    "transformer": {},
-    "moe": {"num_experts": 4, "intermediate_size": 48},
-    "moe-sigmoid": {"num_experts": 4, "intermediate_size": 48, "gate": "sigmoid", "shared_experts": 1},
-    "moe-spiking": {"num_experts": 4, "intermediate_size": 48, "router": "spiking", "experts_per_token": 1},
-    "ssm": {"state_size": 8, "ssm_head_size": 8, "chunk_size": 8},
-    "ssm-experts": {"state_size": 8, "ssm_head_size": 8, "chunk_size": 8, "num_experts": 3, "experts_every": 2},
-    "hybrid": {"state_size": 8, "ssm_head_size": 8, "chunk_size": 8, "attention_every": 2},
-}
-
-
-def small_shape(name: str, **changes: Any) -> TransformerShape:
-    kind: Any = name.partition("-")[0]
-    settings = {"num_layers": 4, "hidden_size": 32, **KINDS[name], **changes}
-    return TransformerShape(**{"vocab_size": V, "context": 32, **resolve_shape_fields(kind, None, settings)})
-
-
-def small_model(name: str, *, seed: int = 0, **changes: Any) -> Transformer:
-    """Build a model with wide initial weights, so that every layer affects the output."""
-    shape = small_shape(name, **changes)
-    with torch.device("meta"):
-        model = Transformer(shape)
-    model.to_empty(device="cpu")
-    initialise(model, seed, std=0.2, residual_layers=shape.num_layers)
-    return model
+T = 24
 
 
 def draw_tokens(rows: int = 2, length: int = T, *, seed: int = 0) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bottega.core.noise import Noise, numpy_generator
-from bottega.models.dit.torch import DiT, embed_times, sinusoidal_positions
+from bottega.models.dit.torch import Block, DiT, embed_times, sinusoidal_positions
 from bottega.models.generator.config import ConditionShape, DiTShape, GeneratorShape
 from bottega.models.generator.torch import ClassCondition, Generator, build_generator
 
@@ -229,3 +229,18 @@ def test_shared_class_embeddings_are_read_by_their_classes_only() -> None:
     torch.testing.assert_close(condition(label, None)[1], own[1] + rows[0] + rows[3])
     torch.testing.assert_close(condition(label, dropped)[2], own[3] + 2 * rows[4])
     torch.testing.assert_close(condition.fold_shared()[:3], condition(label, None))
+
+
+def test_checkpointed_blocks_are_compiled_one_by_one_and_change_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled_functions = []
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compiled_functions.append(function) or function)
+    shape, gradients = build_shape(**GRIDS["image"]), []
+    for has_checkpoints in (False, True):
+        model = randomise(DiT(shape))
+        model.checkpoint_blocks = has_checkpoints
+        model.compile_whole(use_cuda_graphs=False)
+        model.train()(*draw_inputs(shape)).square().sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert compiled_functions == [DiT.compute, Block.forward]
+    for plain, checkpointed in zip(*gradients, strict=True):
+        torch.testing.assert_close(checkpointed, plain)

@@ -526,3 +526,19 @@ def test_capacity_is_robust_to_rounding() -> None:
     assert build_shape(capacity_factor=1.1, top_k=2).capacity_for(100) == 55
     assert build_shape(capacity_factor=1.1, top_k=2).capacity_for(101) == 56
     assert build_shape(capacity_factor=1e-3).capacity_for(1) == 1
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 7])
+@pytest.mark.parametrize("num_experts", [4, 16])
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_dispatch_on_the_device_equals_the_loop(num_tokens: int, num_experts: int, activation: Any) -> None:
+    """One token with two of 16 experts copies their weights; in the other cases all experts are applied."""
+    model = build_layer(num_experts=num_experts, top_k=2, activation=activation, num_shared=1).eval()
+    x, stack = draw_inputs(num_tokens), model.experts
+    with torch.no_grad():
+        chosen, weights = model.route(x)
+        out = dispatch.dispatch_on_device(x, chosen, weights, (stack.gate_proj, stack.up_proj, stack.down_proj))
+        assert model.shared is not None
+        expected, routing = model(x)
+    assert torch.equal(chosen, routing.chosen)
+    torch.testing.assert_close(out + model.shared(x), expected, atol=1e-6, rtol=1e-5)

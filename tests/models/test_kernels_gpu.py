@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bottega.models.attention import attend, build_document_mask
 from bottega.models.experts import dispatch
@@ -69,6 +70,13 @@ def test_flex_attention_of_documents_matches_a_mask(num_kv_heads: int) -> None:
         outputs.append((y, *torch.autograd.grad(y.sin().sum(), (q, k, v))))
     for flexed, masked in zip(*outputs, strict=True):
         assert (flexed - masked).abs().max() <= 5e-3 * masked.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_queries_use_a_fused_kernel(dtype: torch.dtype) -> None:
+    q, k, v = (normal(2, heads, 256, 32, seed=i, dtype=dtype).requires_grad_() for i, heads in enumerate((4, 2, 2)))
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]):
+        attend(q, k, v, mask=None, is_causal=True, dropout=0.0).sum().backward()  # raises if none of them applies
 
 
 def test_causal_flash_attention_with_a_prefix_matches_a_mask() -> None:

@@ -14,7 +14,7 @@ import bottega
 import small_multitask
 from small_run import differing_tensors, read_tensors
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu", "compiled_at_once")]
 
 STEPS = {"training.max_steps": 4, "checkpoint.every": 1, "checkpoint.keep": 9, "evaluation.every": 2, "name": "run"}
 

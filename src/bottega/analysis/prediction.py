@@ -13,8 +13,10 @@ from bottega.config.load import get_global_batch_size
 from bottega.config.recipe import Recipe
 from bottega.config.training import Training
 from bottega.core.types import Batch
+from bottega.data.loading.loader import Loader
 from bottega.data.sources.source import Source
-from bottega.engines.backend import Backend, ModelPart, is_compiled, open_backend, resolve_precision
+from bottega.engines.backend import Backend, ModelPart, open_backend, resolve_precision
+from bottega.engines.compile_choice import choose_at_start
 from bottega.measurements import MemoryPrediction, PredictionUnavailable, format_bytes
 from bottega.run.checks import find_checkpoint_folder
 from bottega.run.compose import build_plain_loader, count_total_steps, resolve_micro_batch_size
@@ -76,6 +78,11 @@ class MemoryPredictor:
         num_processes = World.from_environment().data_size
         self.batch_size = get_global_batch_size(recipe, num_processes) // num_processes
         self._batch: Batch | None = None
+        self.loader: Loader = build_plain_loader(recipe, plan.training, data_size=num_processes, order=plan.order)
+        self.num_steps = count_total_steps(recipe, self.loader)
+        self.compile_choice = choose_at_start(
+            plan.task, recipe.training, device_type=device_type, num_steps=self.num_steps
+        )
 
     @property
     def batch(self) -> Batch:
@@ -93,7 +100,7 @@ class MemoryPredictor:
         """Return the memory at its peak; None as `micro_batch_size` is the whole batch."""
         return self.backend.predict_memory(
             self.plan.task,
-            training,
+            training.model_copy(update={"compile": self.compile_choice.is_compiled}),
             self.batch,
             seed=self.recipe.seed,
             device_type=self.device_type,
@@ -131,14 +138,15 @@ def predict_run(predictor: MemoryPredictor) -> RunPrediction:
         )
     if training.micro_batch_size == "auto":
         notes.append("training.micro_batch_size: auto lowers the micro-batch if this does not fit")
-    loader = build_plain_loader(recipe, plan.training, data_size=World.from_environment().data_size, order=plan.order)
-    steps = count_total_steps(recipe, loader)
+    if predictor.compile_choice.note is not None:
+        notes.append(predictor.compile_choice.note)
+    loader, steps = predictor.loader, predictor.num_steps
     estimate = backend.estimate_memory(plan.task, training, seed=recipe.seed)
     parts = backend.list_parts(plan.task, training, seed=recipe.seed)
     return RunPrediction(
         device=predictor.device_type,
         precision=predictor.resolve_precision(training),
-        is_compiled=is_compiled(plan.task, training, predictor.device_type),
+        is_compiled=predictor.compile_choice.is_compiled,
         batch_size=predictor.batch_size,
         micro_batch_size=min(micro_batch_size or predictor.batch_size, predictor.batch_size),
         steps=steps,

@@ -38,6 +38,7 @@ def probe_run(recipe: Recipe, plan: TrainingPlan, prediction: RunPrediction, *, 
     if World.from_environment().size > 1:
         raise UsageError("bottega plan --probe measures one process; start it without a launcher")
     engine = build_engine(recipe, plan.task)
+    engine.is_compiled = prediction.is_compiled
     try:
         loader = build_loader(recipe, plan.training, engine, plan.order)
         started = time.perf_counter()

@@ -38,6 +38,11 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def uses_bfloat16(device: torch.device | str, precision: str) -> bool:
+    """Return whether samples are computed in bfloat16: on a CUDA device, if the run was trained in that precision."""
+    return torch.device(device).type == "cuda" and precision in ("auto", "bf16") and torch.cuda.is_bf16_supported()
+
+
 def get_device_type(device: torch.device) -> str:
     """Return the type of a device; in a simulated step, the type of the device that it stands for.
 

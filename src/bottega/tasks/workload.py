@@ -32,6 +32,19 @@ class Predictor:
     """(models, new samples, *, device) -> a dict for each sample: "predicted", and "text", "file" or "row" to identify it."""
 
 
+@final
+@dataclass(frozen=True)
+class Baseline:
+    """A simple model that was fitted to the same training samples, to compare a run with."""
+
+    name: str
+    metrics: dict[str, float]
+    """Of the validation samples, under the names of the run's own metrics."""
+    seconds: float
+    notes: tuple[str, ...] = ()
+    """What was left out, such as "20,000 of 120,000 training texts"."""
+
+
 class Workload(ABC):
     """A task opened for one recipe. A reopened workload prepares its training data only when it is used."""
 
@@ -65,6 +78,10 @@ class Workload(ABC):
     def build_evaluation_tables(self, rows: Rows) -> dict[str, Any]:
         """Return tables of an evaluation's rows for the report, as plain values; {} if the task has none."""
         return {}
+
+    def fit_baseline(self) -> Baseline | None:
+        """Fit a simple model to the training samples and measure it on the validation samples; None if the task has none."""
+        return None
 
     @abstractmethod
     def export(self, models: Models, folder: Path) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from bottega.core.noise import Noise
 from bottega.models.decoder.config import TransformerShape
 from bottega.models.decoder.torch import Transformer
 from bottega.models.initial import initialise
-from bottega.tasks.language.sampling import apply_repetition_penalty, generate_tokens, sample_tokens
+from bottega.tasks.language.sampling import generate_tokens
+from bottega.tasks.language.token_choice import TokenChoice, find_repeated_tokens, penalise_repetition, to_gumbel
 from decoders import generate_rows, generate_without_cache
 
 V, CONTEXT = 40, 16
@@ -92,8 +93,8 @@ def test_a_prompt_longer_than_the_context_keeps_its_end(model: Transformer) -> N
 def draw_frequencies(logits: torch.Tensor, **settings: Any) -> torch.Tensor:
     """Return the token frequencies of 20,000 draws from one row of logits."""
     noise = Noise(0, 0, torch.arange(20000), xp=torch)
-    fields: dict[str, Any] = {"temperature": 1.0, "top_k": None, "top_p": None, **settings}
-    chosen = sample_tokens(logits.expand(20000, -1), noise, **fields)
+    gumbel = to_gumbel(noise.uniform("gumbel", (logits.shape[-1],)))
+    chosen = TokenChoice(**settings).choose(logits.expand(20000, -1), gumbel, None)
     return torch.bincount(chosen, minlength=logits.shape[-1]) / 20000
 
 
@@ -110,7 +111,7 @@ def test_draws_follow_the_distribution() -> None:
 
 def test_repetition_penalty_applies_to_each_row_separately() -> None:
     logits = torch.tensor([[2.0, -2.0, 1.0], [2.0, -2.0, 1.0]])
-    result = apply_repetition_penalty(logits, [[0, 1], [2, 2]], penalty=2.0)
+    result = penalise_repetition(logits, find_repeated_tokens([[0, 1], [2, 2]], logits), penalty=2.0)
     assert result.tolist() == [[1.0, -4.0, 1.0], [2.0, -2.0, 0.5]]
 
 

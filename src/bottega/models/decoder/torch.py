@@ -29,6 +29,9 @@ LayerCache = tuple[Tensor, Tensor] | SSMState
 BlockOutput = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Routing]
 LayerRoutings = tuple[Routing, ...]
 """Routing of one forward, for each layer with experts."""
+MAX_DENSE_MASK = 1 << 26
+"""Entries of the largest mask over documents that an eager model holds as a matrix: 64 sequences of 1,024 tokens. Each layer
+keeps it for the backward pass, in bf16 128 MiB."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,16 @@ class DecoderCache:
             return torch.zeros(size, device=device, dtype=dtype), torch.zeros(size, device=device, dtype=dtype)
 
         return cls(tuple(build_layer_cache(layer) for layer in range(shape.num_layers)))
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows, B."""
+        return len(self.layers[0][0])
+
+    @property
+    def length(self) -> int:
+        """Number of positions for keys and values; 0 if no layer has attention."""
+        return max((layer[0].shape[2] for layer in self.layers if not isinstance(layer, SSMState)), default=0)
 
     def reset(self) -> None:
         """Zero the states of state spaces; keys and values need no reset, as they are overwritten before they are used."""
@@ -271,6 +284,11 @@ class Transformer(nn.Module):
             assert isinstance(block, Block)
             block.compiled = compiled
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the training forward of the blocks is compiled."""
+        return any(getattr(block, "compiled", None) is not None for block in self.model.layers)
+
     def reset_buffers(self) -> None:
         """Recompute the rotary tables on the device of the weights; they are not in the state dict."""
         cos, sin = compute_rotary_tables(self.shape, self.model.norm.weight.device)
@@ -314,8 +332,9 @@ class Transformer(nn.Module):
             )
         cos, sin = self.cos[start:stop], self.sin[start:stop]
         if documents is not None:
-            # FlexAttention skips the blocks between documents, but has no dropout.
-            use_flex = device.type == "cuda" and not (self.training and self.shape.dropout)
+            # FlexAttention skips the blocks between documents, but has no dropout, and must be compiled, which takes seconds.
+            is_worth_compiling = self.is_compiled or documents.numel() * length > MAX_DENSE_MASK
+            use_flex = device.type == "cuda" and is_worth_compiling and not (self.training and self.shape.dropout)
             return SequenceContext(cos, sin, build_document_mask(documents, use_flex=use_flex), stop=stop, **fields)
         if start and length > 1:
             mask = torch.ones(length, stop, dtype=torch.bool, device=device).tril(diagonal=start)

@@ -1,4 +1,4 @@
-"""Stacked expert weights, and two equivalent ways to dispatch tokens to their experts: a grouped kernel and a loop.
+"""Stacked expert weights, and equivalent ways to apply them to tokens: a grouped kernel, a loop, and all experts at once.
 
 N tokens   k choices of each   A = N k choices   E experts   D hidden size   I expert size
 """
@@ -136,6 +136,40 @@ def _fetch_ends(ends: Tensor, num_rows: int) -> list[int]:
     if is_simulated():
         return [num_rows * (number + 1) // len(ends) for number in range(len(ends))]
     return [int(end) for end in ends.tolist()]
+
+
+def dispatch_on_device(x: Tensor, chosen: Tensor, weights: Tensor, stacks: Stacks) -> Tensor:
+    """Dispatch the few tokens of a decoding step, which is bound by reading weights.
+
+    No shape depends on the choices and nothing waits for the host, so the step can be a CUDA graph in any precision.
+    """
+    # A copy of the chosen weights is read, written and read again.
+    if 3 * chosen.numel() < len(stacks[1]):
+        return _apply_copied_experts(x, chosen, weights, stacks)
+    return _apply_all_experts(x, chosen, weights, stacks)
+
+
+def _apply_copied_experts(x: Tensor, chosen: Tensor, weights: Tensor, stacks: Stacks) -> Tensor:
+    """Multiply each token by copies of the weights of its experts."""
+    indices, k = chosen.flatten(), chosen.shape[1]
+    tokens = x.repeat_interleave(k, dim=0)[:, None]
+    gate_proj, up_proj, down_proj = (None if stack is None else stack[indices].transpose(1, 2) for stack in stacks)
+    assert up_proj is not None
+    assert down_proj is not None
+    gate = None if gate_proj is None else tokens @ gate_proj
+    inner = gated_activation(gate, tokens @ up_proj, weights.reshape(-1, 1, 1))
+    return (inner @ down_proj).unflatten(0, (-1, k)).sum((1, 2))
+
+
+def _apply_all_experts(x: Tensor, chosen: Tensor, weights: Tensor, stacks: Stacks) -> Tensor:
+    """Apply every expert to every token, with a routing weight of 0 where it is not chosen."""
+    gate_proj, up_proj, down_proj = stacks
+    num_experts = len(up_proj)
+    by_expert = weights.new_zeros(len(x), num_experts).scatter(1, chosen, weights).t()[..., None]
+    tokens = x.expand(num_experts, *x.shape)
+    gate = None if gate_proj is None else tokens @ gate_proj.transpose(1, 2)
+    inner = gated_activation(gate, tokens @ up_proj.transpose(1, 2), by_expert)
+    return (inner @ down_proj.transpose(1, 2)).sum(0)
 
 
 class _GatherSorted(torch.autograd.Function):

@@ -133,9 +133,7 @@ class Experts(nn.Module):
                 torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device) if token_mask is None else token_mask > 0
             )
             scores, gates, chosen = self._choose_experts(logits)
-            weights = scores.gather(-1, chosen)
-            if self.shape.renormalises:
-                weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-20)
+            weights = self._weigh_choices(scores, chosen)
             expert_ids = torch.arange(self.shape.num_experts, device=x.device)
             choices = (chosen[..., None] == expert_ids) & valid[..., None, None]
             dropped = (
@@ -151,6 +149,17 @@ class Experts(nn.Module):
         k = self.shape.top_k
         out = self.experts(x.flatten(0, -2), chosen.view(-1, k), weights.reshape(-1, k)).view(x.shape)
         return out if self.shared is None else out + self.shared(x), routing
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the experts chosen for x (..., D) and their weights, (..., k) each, without statistics: for generation."""
+        with torch.autocast(x.device.type, enabled=False):
+            logits, _ = self._compute_logits(x, None, None)
+            scores, _, chosen = self._choose_experts(logits)
+            return chosen, self._weigh_choices(scores, chosen)
+
+    def _weigh_choices(self, scores: Tensor, chosen: Tensor) -> Tensor:
+        weights = scores.gather(-1, chosen)
+        return weights / weights.sum(-1, keepdim=True).clamp_min(1e-20) if self.shape.renormalises else weights
 
     def _compute_logits(
         self, x: Tensor, logits: Tensor | None, token_mask: Tensor | None

@@ -73,6 +73,10 @@ class FrozenImageModel(nn.Module):
         if not self.denoiser.is_gradient_checkpointing and not getattr(self.denoiser, "is_quantized", False):
             self._compiled["predict"] = torch.compile(self.denoiser.forward)
 
+    def uncompile_parts(self) -> None:
+        """Undo `compile_parts`."""
+        self._compiled.clear()
+
     @torch.no_grad()
     def encode_text(self, ids: Sequence[Tensor]) -> TextEmbeddings:
         """Encode the token ids (B, K) of each text encoder, padded to its length as `tokenize` returns them."""

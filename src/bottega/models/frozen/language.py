@@ -276,6 +276,12 @@ class FrozenLanguageModel(nn.Module):
         self._is_compiled = True
         self._wrap_layers()
 
+    def uncompile_parts(self) -> None:
+        """Undo `compile_parts`."""
+        if self._is_compiled:
+            self._is_compiled = False
+            self._wrap_layers()
+
     def _wrap_layers(self) -> None:
         """Replace the layers' forwards by compiled forwards, by recomputing ones, or by both, as configured.
 

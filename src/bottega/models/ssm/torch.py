@@ -177,16 +177,31 @@ class StateSpace(nn.Module):
         `lengths` (B): rows are padded on the right, and the new state is the one after each row's last token.
         `documents` (B, T): the state is reset where the document number changes.
         """
+        mixed, new_state = self.mix(self.in_proj(x), state=state, lengths=lengths, documents=documents)
+        return self.out_proj(mixed), new_state
+
+    def mix(
+        self,
+        projected: Tensor,
+        *,
+        state: SSMState | None = None,
+        lengths: Tensor | None = None,
+        documents: Tensor | None = None,
+    ) -> tuple[Tensor, SSMState | None]:
+        """Compute all between the projections: the output of `in_proj` to the input (B, T, inner size) of `out_proj`.
+
+        `forward` is for models as they are; generation multiplies by copies of the projections in its own precision.
+        """
         assert documents is None or state is None, "documents are for training, a state is for generation"
         inner, channels, heads = self.shape.inner_size, self.shape.conv_channels, self.shape.num_heads
-        gate, xbc, dt = self.in_proj(x).split((inner, channels, heads), dim=-1)
-        exact = torch.promote_types(x.dtype, torch.float32)
+        gate, xbc, dt = projected.split((inner, channels, heads), dim=-1)
+        exact = torch.promote_types(projected.dtype, torch.float32)
         dt = F.softplus(dt.to(exact) + self.dynamics.dt_bias.to(exact))
         if lengths is not None:
-            dt = dt * (torch.arange(x.shape[1], device=x.device) < lengths[:, None])[..., None]
+            dt = dt * (torch.arange(dt.shape[1], device=dt.device) < lengths[:, None])[..., None]
         segments = None if documents is None else _number_segments(documents)
         uses_kernels = (
-            self.has_kernels and x.is_cuda and x.numel() > 0 and state is None and xbc.dtype is not torch.float64
+            self.has_kernels and xbc.is_cuda and xbc.numel() > 0 and state is None and xbc.dtype is not torch.float64
         )
         if uses_kernels:
             # Two separate calls, or their gradients would have to be copied into one tensor.
@@ -197,11 +212,10 @@ class StateSpace(nn.Module):
             xbc = F.silu(self.conv1d(conv_input, segments=segments)).to(xbc.dtype)
             conv_x, conv_bc = xbc[..., :inner], xbc[..., inner:]
         y, new_state = self._scan(conv_x, conv_bc, dt, state, segments, use_kernels=uses_kernels)
-        normed = self.norm.forward_fused(y, gate) if uses_kernels else self.norm(y, gate)
-        out = self.out_proj(normed.to(xbc.dtype))
+        normed = (self.norm.forward_fused(y, gate) if uses_kernels else self.norm(y, gate)).to(xbc.dtype)
         if state is None:
-            return out, None
-        return out, SSMState(
+            return normed, None
+        return normed, SSMState(
             _take_last_values(conv_input, lengths, self.shape.conv_size - 1).to(state.conv.dtype), new_state
         )
 

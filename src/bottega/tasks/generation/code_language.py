@@ -5,9 +5,9 @@ Shapes: b samples, n codes of a sample, K codes in the vocabulary, C classes.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,19 @@ from bottega.core.model_spec import Initial, ModelSpec
 from bottega.core.noise import Noise
 from bottega.core.task import Task
 from bottega.core.types import Batch, Loss, Models
+from bottega.models.cuda_graph import report_failed_capture
+from bottega.models.decoder.step import DecodeStep, supports_decode_step
 from bottega.models.decoder.torch import DecoderCache, Transformer
 from bottega.models.generator.config import CodeGeneratorShape, CodesBackbone
 from bottega.models.losses.token_loss import IGNORE_INDEX
 from bottega.tasks.autoencode.vae_task import count_examples
-from bottega.tasks.language.sampling import sample_tokens
+from bottega.tasks.generation.code_decoding import CodeRequest, draw_by_graphs, draw_by_steps
+from bottega.tasks.language.gumbel import GumbelNoise
+from bottega.tasks.language.text_rows import choose_decoding_dtype, create_cache
+from bottega.tasks.language.token_choice import TokenChoice
+
+MIN_GRAPH_CODES = 8
+"""Codes of a sample from which steps on a GPU are captured; a capture takes as long as a few steps."""
 
 
 class FrozenCodes(BaseModel):
@@ -143,30 +151,34 @@ class CodeLanguage(Task):
         if is_guided:
             # Conditional and unconditional passes in one batch: they differ in the first token only.
             first_tokens = torch.cat([first_tokens, self.build_first_tokens(batch, drop=drop_all)])
-        length = self.backbone.length
-        cache = DecoderCache.empty(
-            model.shape,
-            batch_size=len(first_tokens),
+        dtype, choice = choose_decoding_dtype(model, first_tokens.device), TokenChoice(temperature, top_k, top_p)
+        length, num_codes = self.backbone.length, self.backbone.num_codes
+        noise = GumbelNoise(rng.seed, rows=rng.positions, vocab_size=num_codes, device=first_tokens.device)
+        request = CodeRequest(
+            first_tokens,
             length=length,
-            device=first_tokens.device,
-            dtype=_choose_cache_dtype(model),
+            choice=choice,
+            noise=None if choice.is_greedy else noise,
+            num_codes=num_codes,
+            guidance=guidance if is_guided else None,
+            progress=progress,
         )
-        token, sampled = first_tokens, []
-        for index in range(length):
-            hidden = model.hidden(token[:, None], cache=cache, position=index)[:, -1]
-            # Logits of the condition tokens are left out: only codes are sampled.
-            logits = model.logits(hidden.to(model.head_weight.dtype)).float()[:, : self.backbone.num_codes]
-            if is_guided:
-                conditional, unconditional = logits.chunk(2)
-                logits = unconditional + guidance * (conditional - unconditional)
-            noise = replace(rng, step=index)
-            sampled.append(sample_tokens(logits, noise, temperature=temperature, top_k=top_k, top_p=top_p))
-            token = sampled[-1].repeat(2) if is_guided else sampled[-1]
-            progress(index + 1, length)
-        return torch.stack(sampled, dim=1)
+        cache = create_cache(
+            model.shape, num_rows=len(first_tokens), length=length, device=first_tokens.device, dtype=dtype
+        )
+        if not supports_decode_step(model):
+            return draw_by_steps(request, functools.partial(_compute_logits, model, cache))
+        if first_tokens.is_cuda and length >= MIN_GRAPH_CODES:
+            try:
+                return draw_by_graphs(request, DecodeStep(model, cache, dtype=dtype, for_graph=True), cache)
+            except Exception as error:
+                report_failed_capture("codes are drawn", error)
+                cache.reset()
+        decode = DecodeStep(model, cache, dtype=dtype)
+        return draw_by_steps(request, lambda tokens, position: decode(tokens, position, position + 1))
 
 
-def _choose_cache_dtype(model: Transformer) -> torch.dtype:
-    """Return the dtype of the cached keys and values."""
-    device_type = model.head_weight.device.type
-    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else model.head_weight.dtype
+def _compute_logits(model: Transformer, cache: DecoderCache, tokens: Tensor, position: int) -> Tensor:
+    """Return the float32 logits (R, V) after tokens (R), computed by the model."""
+    hidden = model.hidden(tokens[:, None], cache=cache, position=position)[:, -1]
+    return model.logits(hidden.to(model.head_weight.dtype)).float()

@@ -13,6 +13,7 @@ import torch
 from bottega.core.noise import Noise
 from bottega.core.types import Batch, Models
 from bottega.data.output_files import explain_write_errors, is_folder, replace_previous_files, require_suffix
+from bottega.models.device import uses_bfloat16
 from bottega.tasks.generation.media import Medium
 from bottega.tasks.generation.metadata import GeneratorMetadata
 from bottega.tasks.generation.requests import RequestEncoder, select_supported_flags
@@ -20,7 +21,6 @@ from bottega.tasks.generation.sampling_options import (
     list_sampling_options,
     require_finite,
     resolve_sampling_options,
-    uses_bfloat16,
 )
 from bottega.tasks.generation.text_condition import TextCondition
 from bottega.tasks.sampler import Sampler

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
 
 from bottega.core.errors import Diverged, UsageError
 from bottega.tasks.generation.config import Generator
@@ -38,11 +37,6 @@ def resolve_sampling_options(
     check_guidance(options["guidance"], prefix=prefix)
     _check_guidance_supported(options["guidance"], model, prefix=prefix)
     return {"method" if name == "sampler" else name: value for name, value in options.items()}
-
-
-def uses_bfloat16(device: Any, precision: str) -> bool:
-    """Return whether samples are computed in bfloat16: on a CUDA device whose run was trained in it."""
-    return torch.device(device).type == "cuda" and precision in ("auto", "bf16") and torch.cuda.is_bf16_supported()
 
 
 def require_finite(samples: np.ndarray) -> np.ndarray:

@@ -18,6 +18,13 @@ from bottega.models.generator.config import GeneratorShape, UNetShape
 from bottega.tasks.generation import solvers
 from bottega.tasks.generation.latents import PRECOMPUTED, Latents
 from bottega.tasks.generation.paths import NoisePath
+from bottega.tasks.generation.prediction import (
+    MAX_JOINED_ROWS,
+    captured_prediction,
+    count_evaluations,
+    guide,
+    use_cast_weights,
+)
 from bottega.tasks.generation.text import FrozenText
 
 
@@ -104,21 +111,15 @@ class Generation(Task):
         start = rng.normal("start", self.shape.sample)
         drop_all = torch.ones(len(start), dtype=torch.bool, device=start.device)
         with_condition = self._encode_condition(models, batch, drop=~drop_all)
-        without_condition = (
-            self._encode_condition(models, batch, drop=drop_all)
-            if self.shape.condition.kind != "none"
-            else with_condition
-        )
-
-        def predict(x: Tensor, time: Tensor) -> Tensor:
-            if guidance == 1 or self.shape.condition.kind == "none":
-                return models["model"](x, time, **with_condition)
-            unconditional = models["model"](x, time, **without_condition).float()
-            if guidance == 0:
-                return unconditional
-            return unconditional + guidance * (models["model"](x, time, **with_condition).float() - unconditional)
-
-        x = solvers.sample(predict, start, self.path, steps=steps, method=method, progress=progress)
+        if self.shape.condition.kind == "none":
+            guidance = 1.0
+        dropped = with_condition if guidance == 1 else self._encode_condition(models, batch, drop=drop_all)
+        joins_passes = start.is_cuda and len(start) <= MAX_JOINED_ROWS
+        model = use_cast_weights(models["model"])
+        predict = guide(model, with_condition, dropped, guidance=guidance, joins_passes=joins_passes)
+        num_evaluations = count_evaluations(method, steps)
+        with captured_prediction(predict, start, num_evaluations=num_evaluations) as captured:
+            x = solvers.sample(captured, start, self.path, steps=steps, method=method, progress=progress)
         return x if self.latents is None else self.latents.decode(models["vae"], x)
 
     def _encode_clean(self, models: Models, batch: Batch, rng: Noise) -> Tensor:

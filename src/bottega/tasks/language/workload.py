@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO, final
 
+import torch
 from pydantic import ValidationError
 
 from bottega.config.data import TextData
@@ -31,6 +32,7 @@ from bottega.models.decoder.kinds import (
     shape_to_recipe_keys,
 )
 from bottega.models.decoder.layout import OWN_MODEL_TYPE, select_layout
+from bottega.models.device import uses_bfloat16
 from bottega.models.folders.pretrained import export_transformers, read_decoder_shape
 from bottega.tasks.base_model import find_base_folder, resolve_tokenizer_spec
 from bottega.tasks.language.config import LanguageRecipe
@@ -258,15 +260,18 @@ class LanguageSampler(Sampler):
             token_stream.write(prompts[0])
         generated: list[list[int]] = [[] for _ in prompts]
         options = {"max_new_tokens": max_tokens, "temperature": temperature, **options}
-        for next_tokens in generate_tokens(
-            models["model"], prompt_tokens, device=device, stop_token=eos_token_id, **options
-        ):
-            for i, token in enumerate(next_tokens):
-                if token is not None and token != eos_token_id:
-                    generated[i].append(token)
-                    if token_stream:
-                        token_stream.write(decoder.push(token))
-                        token_stream.flush()
+        # In bfloat16 if the run was trained in it: a step on a GPU mostly reads the weights, which are then half as many bytes.
+        is_bfloat16 = uses_bfloat16(device, self.recipe.training.mixed_precision)
+        with torch.autocast("cuda", torch.bfloat16, enabled=is_bfloat16):
+            for next_tokens in generate_tokens(
+                models["model"], prompt_tokens, device=device, stop_token=eos_token_id, **options
+            ):
+                for i, token in enumerate(next_tokens):
+                    if token is not None and token != eos_token_id:
+                        generated[i].append(token)
+                        if token_stream:
+                            token_stream.write(decoder.push(token))
+                            token_stream.flush()
         texts = [text + self.tokenizer.decode(new_tokens) for text, new_tokens in zip(prompts, generated, strict=True)]
         if token_stream:
             token_stream.write(decoder.finish() + "\n")

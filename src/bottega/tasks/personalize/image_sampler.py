@@ -17,7 +17,8 @@ from bottega.data.image.augment import denormalise_pixels
 from bottega.data.image.write import write_images
 from bottega.data.output_files import build_numbered_paths, explain_write_errors, is_folder, replace_previous_files
 from bottega.data.prepare.jobs import ProgressCallback
-from bottega.tasks.generation.sampling_options import check_guidance, check_steps, require_finite, uses_bfloat16
+from bottega.models.device import uses_bfloat16
+from bottega.tasks.generation.sampling_options import check_guidance, check_steps, require_finite
 from bottega.tasks.personalize.clip_scorer import ClipScorer, Scores, pick_best
 from bottega.tasks.personalize.config import ConditionWeights, PersonalizeRecipe
 from bottega.tasks.personalize.contact_sheets import MAX_HISTORY_SHOWN, GeneratedRow, UserSummary, write_contact_sheet

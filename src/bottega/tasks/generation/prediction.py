@@ -1,0 +1,118 @@
+"""The model's prediction in a sampler: both passes of guidance in one batch, and on a GPU one CUDA graph per evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bottega.models.cuda_graph import CapturedGraph, report_failed_capture
+from bottega.models.dit.torch import DiT
+from bottega.models.generator.torch import Generator
+from bottega.tasks.generation.solvers import Predict
+
+MAX_JOINED_ROWS = 64
+"""Largest batch whose two passes of guidance are joined on a GPU. A larger batch fills a device by itself, and twice as many rows would
+take twice the memory."""
+MIN_GRAPH_EVALUATIONS = 4
+"""Evaluations of the model from which they are captured; a capture takes as long as two."""
+
+
+def guide(
+    model: Callable[..., Tensor],
+    condition: Mapping[str, Tensor],
+    dropped: Mapping[str, Tensor],
+    *,
+    guidance: float,
+    joins_passes: bool,
+) -> Predict:
+    """Return the prediction under `condition`, extrapolated from that under the `dropped` one (classifier-free guidance).
+
+    Guidance 1 is the conditional model, 0 the unconditional one, which need one pass only. `joins_passes` computes both
+    passes in one batch, which is equal up to rounding.
+    """
+    if guidance in (0, 1):
+        chosen = condition if guidance == 1 else dropped
+        return lambda x, time: model(x, time, **chosen)
+    joined = {name: torch.cat((value, dropped[name])) for name, value in condition.items()} if joins_passes else {}
+
+    def predict(x: Tensor, time: Tensor) -> Tensor:
+        if joins_passes:
+            both = model(torch.cat((x, x)), torch.cat((time, time)), **joined).float()
+            conditional, unconditional = both.chunk(2)
+        else:
+            conditional, unconditional = (model(x, time, **part).float() for part in (condition, dropped))
+        return unconditional + guidance * (conditional - unconditional)
+
+    return predict
+
+
+def use_cast_weights(model: Any) -> Callable[..., Tensor]:
+    """Return the model with its matrices in the dtype of autocast, which otherwise converts all of them at every call.
+
+    Only for a DiT, whose linear layers all compute in that dtype; other models are returned as they are.
+    """
+    if not (isinstance(model, Generator) and isinstance(model.backbone, DiT) and torch.is_autocast_enabled("cuda")):
+        return model
+    dtype = torch.get_autocast_dtype("cuda")
+    cast_weights = {
+        f"backbone.{path}.{name}": parameter.detach().to(dtype)
+        for path, module in model.backbone.named_modules()
+        if isinstance(module, nn.Linear)
+        for name, parameter in module.named_parameters(recurse=False)
+    }
+
+    def call_model(*args: Tensor, **condition: Tensor) -> Tensor:
+        return torch.func.functional_call(model, cast_weights, args, condition)
+
+    return call_model
+
+
+@contextmanager
+def captured_prediction(predict: Predict, start: Tensor, *, num_evaluations: int) -> Iterator[Predict]:
+    """Context with the prediction for batches like `start` as a CUDA graph, or as it is where that is not possible."""
+    if not start.is_cuda or num_evaluations < MIN_GRAPH_EVALUATIONS:
+        yield predict
+        return
+    captured: _CapturedPrediction | None = None
+    try:
+        captured = _CapturedPrediction(predict, start)
+    except Exception as error:
+        report_failed_capture("samples are drawn", error)
+    try:
+        yield predict if captured is None else captured
+    finally:
+        if captured is not None:
+            captured.release()
+
+
+class _CapturedPrediction:
+    """A prediction whose inputs and output have fixed addresses."""
+
+    def __init__(self, predict: Predict, start: Tensor) -> None:
+        self._x = start.float().clone(memory_format=torch.contiguous_format)
+        self._time = torch.zeros(len(start), device=start.device)
+        self._output = self._x
+
+        def compute() -> None:
+            with torch.no_grad():
+                self._output = predict(self._x, self._time)
+
+        self._graph = CapturedGraph(compute, state=())
+
+    def __call__(self, x: Tensor, time: Tensor) -> Tensor:
+        self._x.copy_(x)
+        self._time.copy_(time)
+        self._graph.replay()
+        return self._output.clone()  # the next call overwrites it
+
+    def release(self) -> None:
+        self._graph.release()
+
+
+def count_evaluations(method: str, steps: int) -> int:
+    """Return how often a sampler evaluates the model."""
+    return 2 * steps - 1 if method == "heun" else steps

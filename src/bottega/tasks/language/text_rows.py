@@ -1,0 +1,133 @@
+"""Texts that are being generated, and the reading of their tokens into the cache of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bottega.core.errors import OutOfMemory
+from bottega.engines.host_memory import get_available_memory
+from bottega.measurements import GIB
+from bottega.models.decoder.config import TransformerShape
+from bottega.models.decoder.torch import DecoderCache, Transformer
+
+MIN_CHECKED_BYTES = 2**26
+"""Size of a cache from which it is compared with the free memory."""
+CUDA_LENGTH_MULTIPLE = 128
+"""The length of a cache on a GPU is a multiple of this, as its attention kernels need for masks."""
+
+
+@dataclass
+class TextRow:
+    """One text being generated. `window` holds the tokens in the context; `is_cached` says whether the cache has them.
+
+    The last token of the window is not in the cache yet: the next step reads it.
+    """
+
+    tokens: list[int]
+    window: list[int]
+    is_cached: bool = False
+    has_stopped: bool = False
+
+    @classmethod
+    def start(cls, prompt: Sequence[int], shape: TransformerShape) -> TextRow:
+        """Return the row of a prompt; with attention, its last `context` tokens are read."""
+        return cls(list(prompt), list(prompt)[slice(-shape.context, None) if shape.has_attention else slice(None)])
+
+    def append(self, token: int, stop_token: int | None) -> int | None:
+        """Append a new token and return it; None if the text has stopped before."""
+        if self.has_stopped:
+            return None
+        self.tokens.append(token)
+        self.window.append(token)
+        self.has_stopped = token == stop_token
+        return token
+
+
+def choose_decoding_dtype(model: Transformer, device: torch.device | str) -> torch.dtype:
+    """Return the dtype of matrix products and of the cache: that of autocast, or of the weights."""
+    device_type = torch.device(device).type
+    is_autocast = torch.is_autocast_enabled(device_type)
+    return torch.get_autocast_dtype(device_type) if is_autocast else model.head_weight.dtype
+
+
+def create_cache(
+    shape: TransformerShape, *, num_rows: int, length: int, device: torch.device | str, dtype: torch.dtype
+) -> DecoderCache:
+    """Return an empty cache for at least `length` tokens; raise OutOfMemory with its size if that exceeds the free memory."""
+    if torch.device(device).type == "cuda":
+        length = -(-length // CUDA_LENGTH_MULTIPLE) * CUDA_LENGTH_MULTIPLE
+    planned = DecoderCache.empty(shape, batch_size=num_rows, length=length, device="meta", dtype=dtype)
+    num_bytes = sum(tensor.nbytes for layer in planned.layers for tensor in layer)
+    if num_bytes > MIN_CHECKED_BYTES and num_bytes > (free := _get_free_memory(torch.device(device))):
+        raise OutOfMemory(
+            f"{num_rows:,} texts of {length:,} tokens need a cache of {num_bytes / GIB:.1f} GiB, and {device} has "
+            f"{free / GIB:.1f} GiB free; generate fewer texts at once (--count), or shorter ones (--max_tokens)"
+        )
+    return DecoderCache.empty(shape, batch_size=num_rows, length=length, device=device, dtype=dtype)
+
+
+def _get_free_memory(device: torch.device) -> int:
+    if device.type != "cuda":
+        return get_available_memory()
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + cached
+
+
+def needs_reading(rows: Sequence[TextRow], shape: TransformerShape) -> bool:
+    """Return whether a window must be read into the cache: that of a new prompt, or one that exceeds the context."""
+    return any(not row.is_cached or (shape.has_attention and len(row.window) > shape.context) for row in rows)
+
+
+def compute_next_logits(
+    model: Transformer, rows: Sequence[TextRow], cache: DecoderCache, *, device: torch.device | str
+) -> Tensor:
+    """Return the float32 logits of the token after each row, (rows, vocabulary), and extend the cache."""
+    context = model.shape.context
+    for row in rows:
+        if model.shape.has_attention and len(row.window) > context:
+            row.window, row.is_cached = row.window[-max(1, context // 2) :], False
+    last_hidden = torch.empty(len(rows), model.shape.hidden_size, device=device)
+    uncached = [i for i, row in enumerate(rows) if not row.is_cached]
+    if len(uncached) < len(rows):
+        # All rows take the step together. The result is not used for stopped rows and for rows to be prefilled; the
+        # prefill comes later, because the state of a state-space model cannot forget a token.
+        last_tokens = torch.tensor([[row.window[-1]] for row in rows], device=device)
+        positions = [len(row.window) - 1 for row in rows]
+        hidden = model.hidden(last_tokens, cache=cache, position=positions)[:, 0].float()
+        cached = [i for i in range(len(rows)) if i not in set(uncached)]
+        last_hidden[cached] = hidden[cached]
+    if uncached:
+        last_hidden[uncached] = _prefill(model, rows, uncached, cache, device=device)
+    for row in rows:
+        row.is_cached = True
+    return model.logits(last_hidden.to(model.head_weight.dtype)).float()
+
+
+def _prefill(
+    model: Transformer, rows: Sequence[TextRow], indices: list[int], cache: DecoderCache, *, device: torch.device | str
+) -> Tensor:
+    """Read the windows of the rows `indices` from position 0; return the hidden state of each one's last token, (indices, width).
+
+    Short rows are padded on the right, where causal attention does not look. The keys and values of padding are overwritten
+    in the cache before a later token sees them, and padding does not enter the state of a state-space model.
+    """
+    windows = [rows[i].window for i in indices]
+    length = max(map(len, windows))
+    tokens = torch.tensor([window + [0] * (length - len(window)) for window in windows], device=device)
+    is_whole_batch = len(indices) == len(rows)
+    dtype = cache.layers[0][0].dtype
+    prefill_cache = (
+        cache
+        if is_whole_batch
+        else DecoderCache.empty(model.shape, batch_size=len(indices), length=length, device=device, dtype=dtype)
+    )
+    prefill_cache.reset()
+    hidden = model.hidden(tokens, cache=prefill_cache, lengths=list(map(len, windows)))
+    if not is_whole_batch:
+        cache.update_rows(prefill_cache, indices, length=length)
+    ends = torch.tensor([len(window) - 1 for window in windows], device=device)
+    return hidden[torch.arange(len(indices), device=device), ends].float()
