@@ -112,7 +112,7 @@ def build_ours(batch: int, *, ema: float | None = None) -> Callable[[], None]:
     )
     condition = ConditionShape(kind="class", size=CLASSES, hidden_size=WIDTH)
     task = Generation(key="image", shape=GeneratorShape(backbone=backbone, condition=condition))
-    training = Training(max_steps=1, optimizer=Optimizer(name="adamw"), weight_decay=0.0, ema=ema)
+    training = Training(compile=True, max_steps=1, optimizer=Optimizer(name="adamw"), weight_decay=0.0, ema=ema)
     engine = TorchEngine(task, training, rate=lambda step: 1e-4, device="cuda")
     rng = np.random.default_rng(0)
     data = {

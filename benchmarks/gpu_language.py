@@ -89,6 +89,9 @@ def main() -> None:
         dims["intermediate_size"] = options["D"] * 8 // 3
     shape = TransformerShape(**dims)
     settings = {k.removeprefix("training."): json.loads(v) for k, v in overrides.items() if k.startswith("training.")}
+    settings.setdefault(
+        "compile", os.environ["BENCH_DEVICE"].startswith("cuda")
+    )  # there is no run whose length decides
     training = Training(learning_rate=3e-4, optimizer=Optimizer(betas=(0.9, 0.95)), mixed_precision="bf16", **settings)
     engine = TimedEngine(
         Language(shape=shape),

@@ -28,6 +28,7 @@ from bottega.core.trainer import Cadences, Trainer, evaluate, evaluate_with_rows
 from bottega.data.loading.loader import iter_eval_batches
 from bottega.engines.nonfinite import NonfiniteRecovery
 from bottega.world import World
+from fake_compiler import FakeCompiler, use_compiler
 from small_run import train_arguments
 from toy_state import Remembering
 from toy_task import Toy, copy_state, engine, loader, source, train_steps, training
@@ -150,6 +151,20 @@ def memory(folder: Path) -> None:
         save_tensors(folder, name, copy_state(toy_engine))
 
 
+def compilation(folder: Path) -> None:
+    """Both ranks start eagerly and compile the second step; in one run the compiler of rank 1 fails, and neither compiles."""
+    for name, fails in {"compiled": False, "compiler-fails": RANK == 1}.items():
+        with use_compiler(FakeCompiler(fails_to_compile=fails)) as compiler:
+            toy_engine = engine(training(optimizer={"name": "sgd"}), micro=3)
+            batches = loader(of=toy_engine)
+            train_steps(toy_engine, batches, 0, 1)
+            toy_engine.is_compiled = True
+            train_steps(toy_engine, batches, 1, 3)
+        save_tensors(folder, name, copy_state(toy_engine))
+        report = {"is_compiled": toy_engine.is_compiled, "error": toy_engine.compile_error, "calls": compiler.num_calls}
+        (folder / f"{name}.{RANK}.json").write_text(json.dumps(report))
+
+
 def evaluation(folder: Path) -> None:
     """37 samples in batches of 8; the last batch cannot be split evenly."""
     toy_engine = engine(task=Weighted(noise=0.0))
@@ -261,6 +276,7 @@ if __name__ == "__main__":
     rows(out)
     tensor(out)
     memory(out)
+    compilation(out)
     evaluation(out)
     disagreement(out)
     rollback(out)

@@ -74,7 +74,7 @@ def test_device_that_is_not_here_is_a_problem_beside_the_prediction(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    code, report = run_plan(capsys, tmp_path, device="cuda")
+    code, report = run_plan(capsys, tmp_path, device="cuda", **{"training.compile": True})
     assert code == report["exit_code"] == 5
     assert not report["valid"]
     assert "cuda is not available" in report["problems"][0]

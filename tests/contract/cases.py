@@ -92,6 +92,15 @@ def classify_cnn(folder: Path) -> dict[str, Any]:
     )
 
 
+def classify_ngrams(folder: Path) -> dict[str, Any]:
+    return small_texts.settings(folder, "ngrams")
+
+
+def classify_wide(folder: Path) -> dict[str, Any]:
+    """Kim's network with a wide part."""
+    return {**classify_cnn(folder), "model.wide": True, "model.num_buckets": 512}
+
+
 @dataclass(frozen=True)
 class Case:
     engine: str
@@ -102,6 +111,8 @@ class Case:
     """Keys of the common settings that this task does not have."""
     kind: str = ""
     """Distinguishes cases of the same recipe."""
+    starts_at_zero: bool = False
+    """Whether all initial weights are 0, so that the seed does not change them."""
 
     def __str__(self) -> str:
         return "-".join(filter(None, (self.engine, self.recipe, self.kind)))
@@ -136,8 +147,10 @@ CASES = [
     Case("torch", "image_tokens", "image_tokens/digits", image_tokens, lacks=("model.dropout",)),
     Case("torch", "image", "image/tokens", image_over_codes),
     Case("torch", "align", "align", align),
-    Case("torch", "classify", "classify", small_texts.settings),
+    Case("torch", "classify", "classify/transformer", small_texts.settings),
     Case("torch", "classify", "classify/cnn", classify_cnn),
+    Case("torch", "classify", "classify/cnn", classify_wide, kind="wide"),
+    Case("torch", "classify", "classify", classify_ngrams, starts_at_zero=True),
     Case("torch", "classify", "classify/image", classify_image),
     Case("torch", "classify", "classify/spiking", classify_spiking),
     Case("torch", "personalize", "personalize", small_personal.learning, lacks=("model.dropout",)),

@@ -107,7 +107,8 @@ def test_every_task_is_counted(case: Case, tmp_path: Any) -> None:
     subject = build(case, tmp_path)
     before = subject.state()
     measured = subject.engine.measure_compute(subject.loader.batch(0))
-    assert measured["flops_per_sample"] > 0
+    has_products = case.recipe != "classify"  # the weights of n-grams are looked up and added
+    assert measured["flops_per_sample"] > 0 if has_products else measured == {}
     assert all(np.array_equal(before[name], array) for name, array in subject.state().items())
 
 

@@ -117,6 +117,7 @@ def test_a_batch_that_does_not_fit_is_split(tmp_path: Path) -> None:
     assert losses(run) == pytest.approx(losses(unsplit), rel=1e-4)
 
 
+@pytest.mark.usefixtures("compiled_at_once")
 def test_a_profile_on_a_gpu_ranks_its_kernels(tmp_path: Path) -> None:
     text = write_text(tmp_path / "text.txt")
     values = {"device": "cuda", "training.max_steps": 12, "evaluation.every": None, "deterministic": True}
@@ -167,6 +168,7 @@ def test_memory_that_runs_out_is_reported_by_category(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "full" / "memory.json").read_text())["categories"] == memory.categories
 
 
+@pytest.mark.usefixtures("compiled_at_once")
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_module_norms_are_unscaled_and_change_nothing(precision: str, tmp_path: Path) -> None:
     """The norms of all modules are that of the model, which the loss scale does not enter; weights stay equal bit for bit."""

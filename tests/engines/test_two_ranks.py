@@ -45,6 +45,31 @@ def test_groups_with_a_later_start_match_one_process(two_ranks: Path) -> None:
         np.testing.assert_allclose(distributed[name], array, rtol=1e-6, atol=1e-6, err_msg=name)
 
 
+def test_compiled_steps_match_one_eager_process(two_ranks: Path) -> None:
+    assert_toy_steps_match(two_ranks, "compiled")
+    for rank in (0, 1):
+        report = json.loads((two_ranks / f"compiled.{rank}.json").read_text())
+        assert report == {"is_compiled": True, "error": None, "calls": report["calls"]}
+        assert report["calls"] > 2, "each step has two micro-batches"
+
+
+def test_no_rank_compiles_if_the_compiler_of_one_fails(two_ranks: Path) -> None:
+    assert_toy_steps_match(two_ranks, "compiler-fails")
+    errors = [json.loads((two_ranks / f"compiler-fails.{rank}.json").read_text()) for rank in (0, 1)]
+    assert [report["is_compiled"] for report in errors] == [False, False]
+    assert errors[0]["error"] == "the compiler failed on another rank"
+    assert errors[1]["error"] == "RuntimeError: Failed to find C compiler"
+
+
+def assert_toy_steps_match(folder: Path, name: str) -> None:
+    """Assert that two ranks have the weights of one process after three steps."""
+    torch_engine = engine(training(optimizer={"name": "sgd"}))
+    train_steps(torch_engine, loader(of=torch_engine), 0, 3)
+    distributed = load_result(folder, name)
+    for key, array in copy_state(torch_engine).items():
+        np.testing.assert_allclose(distributed[key], array, rtol=1e-6, atol=1e-6, err_msg=key)
+
+
 def test_gathered_rows_have_each_sample_once_in_order(two_ranks: Path) -> None:
     data = source(samples=37)
     expected = data.rows(np.arange(37), np.zeros(37, int))["x"][:, 0]

@@ -342,9 +342,8 @@ def test_twenty_kills_lose_no_finished_trial_and_repeat_none(tmp_path: Path) -> 
                 rng.choice(children).kill()
                 kills += 1
                 time.sleep(0.5)
-            if command.process.poll() is None:
-                command.kill()
-                kills += 1
+            kills += command.process.poll() is None  # a command that has ended by itself counts as no kill
+            command.kill()  # closes its output also when it has ended
         else:
             command.finish()
         wait_until(lambda: not find_processes(tmp_path), what="left-over trials to end")

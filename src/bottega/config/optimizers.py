@@ -35,11 +35,9 @@ FUSED = {"fused": True}
 OPTIMIZER_SPECS: dict[str, OptimizerSpec] = {
     "adamw": OptimizerSpec("AdamW", ("betas", "eps"), FUSED),
     "muon": OptimizerSpec(
-        "Muon",
+        "muon:Muon",
         ("momentum", "nesterov"),
-        # Scale updates like AdamW's, so that one learning rate fits both.
-        {"adjust_lr_fn": "match_rms_adamw"},
-        {"momentum": 0.95, "nesterov": True},
+        option_defaults={"momentum": 0.95, "nesterov": True},
         num_state_tensors=1,
         is_for_hidden_matrices_only=True,
     ),

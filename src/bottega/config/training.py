@@ -175,7 +175,9 @@ class Training(Section):
         description="decay of the exponential moving average of the weights, such as 0.999, lower in the first steps; null turns it off",
     )
     compile: AutoSwitch = Field(
-        "auto", description="compile the training forward pass with torch.compile; auto does on a GPU"
+        "auto",
+        description="compile the training forward pass with torch.compile; auto does on a GPU if that saves more time in the steps "
+        "that are left than it takes",
     )
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass to save memory")
     early_stopping: EarlyStopping | None = Field(

@@ -41,13 +41,6 @@ class MemoryEstimate(NamedTuple):
         return self.saved_weights + self.optimizer + self.average
 
 
-def is_compiled(task: Task, training: Training, device_type: str) -> bool:
-    """Return whether an engine compiles the model: by default on a GPU, and never if the task calls it with other weights."""
-    if task.needs_unwrapped_model or task.gradient_surgery:
-        return False
-    return training.compile is True or (device_type == "cuda" and training.compile is not False)
-
-
 def resolve_precision(training: Training, device_type: str) -> str:
     """Return fp32, bf16 or fp16: `auto` is bf16 on a GPU."""
     if training.mixed_precision != "auto":

@@ -20,6 +20,7 @@ from bottega.core.trainer import BestMetric, Trainer
 from bottega.core.types import Rows
 from bottega.data.loading.loader import Loader
 from bottega.engines.nonfinite import NonfiniteRecovery
+from bottega.run.auto_compile import build_compile_callback
 from bottega.run.compose import build_callbacks, build_monitors, make_validation_batches, resolve_cadences
 from bottega.storage.durable import writing_folder
 from bottega.tasks.workload import Workload
@@ -81,6 +82,7 @@ class TrainerSetup:
         is_main = self.engine.rank == 0
         callbacks = [
             *plan.callbacks,
+            *build_compile_callback(recipe, self.engine, console),
             *build_callbacks(recipe, directory, console, is_main=is_main, compute=compute, metrics=plan.metrics),
             last_callback,
         ]

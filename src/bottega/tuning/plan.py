@@ -118,6 +118,7 @@ class StudyPlan:
             "evaluation.mode": self.objectives[0].mode,
             "samples.every": None,
             "checkpoint.keep": 1,
+            **({"evaluation.baseline": False} if hasattr(self.recipe.evaluation, "baseline") else {}),
             "tune": None,
             "output_dir": str(self.folder / "trials"),
             "name": name,

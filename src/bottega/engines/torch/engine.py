@@ -24,7 +24,7 @@ from bottega.core.noise import Noise, derive_seed
 from bottega.core.schedule import ema_decay_at
 from bottega.core.task import Task
 from bottega.core.types import Batch, Rows
-from bottega.engines.backend import is_compiled
+from bottega.engines.compile_choice import is_compilable
 from bottega.engines.host_memory import get_resident_memory
 from bottega.engines.torch import (
     compute,
@@ -36,6 +36,7 @@ from bottega.engines.torch import (
     micro_batches,
     optimizers,
     ranks,
+    retries,
     state_updates,
 )
 from bottega.engines.torch.devices import choose_precision, make_deterministic, move_batch, seed_dropout
@@ -47,7 +48,8 @@ from bottega.engines.torch.tensors import TorchSnapshot, check_same_layout, load
 from bottega.engines.torch.unfreezing import unfreeze_parameters
 from bottega.engines.torch.update_guard import UpdateGuard
 from bottega.engines.torch.weight_average import WeightAverage
-from bottega.engines.torch.wrapping import compile_frozen_models, compile_model, require_attribute, wrap_in_ddp
+from bottega.engines.torch.wrapped_models import WrappedModels
+from bottega.engines.torch.wrapping import require_attribute
 from bottega.measurements import MemoryReport, MemoryUse
 from bottega.models.build import build_models
 from bottega.models.device import choose_device, get_device_type
@@ -89,7 +91,7 @@ class TorchEngine(Engine):
 
         models = models or {name: model.to(self.device) for name, model in build_models(task, seed).items()}
         self.model: torch.nn.Module = models["model"]
-        frozen = {name: model.eval().requires_grad_(False) for name, model in models.items() if name != "model"}
+        self.frozen = {name: model.eval().requires_grad_(False) for name, model in models.items() if name != "model"}
         parameters = dict(self.model.named_parameters())
         self.settings = resolve_parameter_settings(training, list(parameters), is_trainable=task.is_trainable)
         self.optimizers = optimizers.build_optimizers(
@@ -107,18 +109,20 @@ class TorchEngine(Engine):
             require_attribute(self.model, "checkpoint_blocks", "training.gradient_checkpointing")
             self.model.checkpoint_blocks = True
 
-        local_model: Any = self.model
-        self._is_unwrapped = task.needs_unwrapped_model or task.gradient_surgery  # `_finish_gradients` sums over ranks
-        self._is_compiled = is_compiled(task, training, self.device_type)
-        self._is_fused = self._is_compiled and self.device_type == "cuda"
-        if self._is_compiled:
-            # A CUDA graph holds one forward and its backward: several micro-batches would each need a copy.
-            has_one_pass = self.micro_batch_size is None and training.micro_batch_size is None
-            local_model = compile_model(self.model, graphs=self._is_fused and self.world_size == 1 and has_one_pass)
-            compile_frozen_models(frozen, always=training.compile is True)
-        self._local_model, self.frozen = local_model, frozen
-        self._wrap_model()
-        self.eager_models = {**frozen, "model": self.model}
+        self._is_unwrapped = task.needs_unwrapped_model or task.gradient_surgery  # `finish_gradients` sums over ranks
+        # A CUDA graph holds one forward and its backward: several micro-batches would each need a copy.
+        has_one_pass = self.micro_batch_size is None and training.micro_batch_size is None
+        self._wrapped = WrappedModels(
+            self.model,
+            self.frozen,
+            device=self.device,
+            needs_ddp=self.world_size > 1 and not self._is_unwrapped,
+            graphs=self.world_size == 1 and has_one_pass,
+            always=training.compile is True,
+        )
+        self.is_compiled = training.compile is True and is_compilable(task)
+        self._wrapped.switch(self.is_compiled)
+        self.eager_models = {**self.frozen, "model": self.model}
         self._guard = UpdateGuard(self.device, self.dtype, continues=training.on_nonfinite == "skip")
         self._snapshot_buffers: dict[str, dict[str, Tensor]] = {}
         self._has_optimizer_state = self._unfreezes_gradually = self._has_fitted_micro_batch = False
@@ -134,10 +138,11 @@ class TorchEngine(Engine):
         )
         self._unfreezes_gradually = any(setting.start_step for setting in self.settings.values())
 
-    def _wrap_model(self) -> None:
-        needs_ddp = self.world_size > 1 and not self._is_unwrapped
-        self._wrapped_model = wrap_in_ddp(self._local_model, self.device) if needs_ddp else self._local_model
-        self._train_models = {**self.frozen, "model": self._wrapped_model}
+    def stop_compiling(self) -> None:
+        """Continue eagerly, in the middle of a step: what the compiled models have added to the gradients is discarded."""
+        self.is_compiled = False
+        self._wrapped.switch(False)
+        gradients.clear_gradients(self._params)
 
     # One step
 
@@ -146,7 +151,8 @@ class TorchEngine(Engine):
         self, step: int, batch: Batch, *, module_statistics: bool = False, histograms: bool = False
     ) -> dict[str, Any]:
         self.inspector.request(modules=module_statistics, histograms=histograms)
-        if self._is_fused:
+        self._wrapped.switch(self.is_compiled)
+        if self._wrapped.is_fused:
             torch.compiler.cudagraph_mark_step_begin()
         size = batch_length(batch)
         rate = self.rate(step) * self.learning_rate_scale
@@ -154,11 +160,13 @@ class TorchEngine(Engine):
         counts = ranks.sum_over_ranks(self.task.counts(batch))
         self._ensure_optimizer_state()
         has_changed = self._unfreezes_gradually and unfreeze_parameters(
-            self.model, self.settings, step, is_compiled=self._is_compiled
+            self.model, self.settings, step, is_compiled=self.is_compiled
         )
         if has_changed and self.world_size > 1:
-            self._wrap_model()  # DDP waits for the gradients of the parameters that were trainable when it was built
+            self._wrapped.wrap()
         device_batch = move_batch(batch, self.device, pin=self.pin_memory)
+        if self.world_size > 1 and self.is_compiled and not self._wrapped.has_run_compiled:
+            retries.try_on_all_ranks(self, step, device_batch, counts, size)
         if self._is_auto and self.micro_batch_size is None and not self._has_fitted_micro_batch:
             self._has_fitted_micro_batch = True
             micro_batches.fit_micro_batch(self, step, device_batch, counts, size)
@@ -166,13 +174,9 @@ class TorchEngine(Engine):
             before_step(step, batch)
         if not self.model.training:
             self.model.train()
-        while True:
-            try:
-                loss, metrics = self.backward(step, device_batch, counts, size)
-                metrics |= self._finish_gradients(step)
-                break
-            except (RuntimeError, MemoryError) as error:
-                micro_batches.halve_micro_batch(self, size, error, is_allowed=self._is_auto and self.world_size == 1)
+        may_halve = self._is_auto and self.world_size == 1
+        loss, metrics = retries.compute_gradients(self, step, device_batch, counts, size, may_halve=may_halve)
+        self._wrapped.has_run_compiled = self.is_compiled
         with self.profiler.region("optimizer"):
             norm = self._update(step, loss)
         return {
@@ -189,7 +193,7 @@ class TorchEngine(Engine):
     ) -> tuple[Tensor, dict[str, Any]]:
         """Compute this rank's part of the gradient of the global mean, micro-batch by micro-batch.
 
-        Returns the loss and the metrics. Without DDP, `_finish_gradients` sums the gradients over ranks.
+        Returns the loss and the metrics. Without DDP, `finish_gradients` sums the gradients over ranks.
         """
         micro_batch_size = min(self.micro_batch_size or size, size)
         first_position = self.data_rank * size
@@ -204,9 +208,9 @@ class TorchEngine(Engine):
             # Only dropout depends on ranks and micro-batches; all other randomness is from `Noise`.
             seed_dropout(derive_seed(self.seed, step, number, self.data_rank), self.device)
             positions = torch.arange(first_position + start, first_position + stop, device=self.device)
-            rng = make_noise(self.seed, step, positions, fused=self._is_fused)
-            with self.profiler.region("forward"), self._sync_context(is_last=stop == size), self.autocast():
-                out = self.task.loss(self._train_models, micro_batch, rng)
+            rng = make_noise(self.seed, step, positions, fused=self._wrapped.is_fused)
+            with self.profiler.region("forward"), self._wrapped.sync_context(is_last=stop == size), self.autocast():
+                out = self.task.loss(self._wrapped.models, micro_batch, rng)
                 loss = sum_terms(out.terms, counts)
             with self.profiler.region("backward"):
                 self._backpropagate(loss, out.terms, counts)
@@ -227,7 +231,7 @@ class TorchEngine(Engine):
             loss = loss * self.data_size  # DDP averages over ranks, but this loss has the global count already
         self._guard.scale_loss(loss).backward()
 
-    def _finish_gradients(self, step: int) -> dict[str, Any]:
+    def finish_gradients(self, step: int) -> dict[str, Any]:
         """Finish the gradients after the last micro-batch: sum over ranks, PCGrad, penalty. Returns further metrics."""
         metrics: dict[str, Any] = self.task.batch_metrics(self._batch_stats.reduce())
         if self._pcgrad is not None:
@@ -266,17 +270,13 @@ class TorchEngine(Engine):
             optimizers.initialise_state(self.optimizers)
             self._has_optimizer_state = True
 
-    def _sync_context(self, *, is_last: bool) -> Any:
-        needs_sync = is_last or self._wrapped_model is self._local_model
-        return contextlib.nullcontext() if needs_sync else self._wrapped_model.no_sync()
-
     def autocast(self) -> Any:
         """Context in which the forward pass runs at the engine's precision."""
         return contextlib.nullcontext() if self.dtype is torch.float32 else torch.autocast(self.device.type, self.dtype)
 
     def without_sync(self) -> Any:
         """Context in which DDP does not synchronise gradients."""
-        return self._sync_context(is_last=False)
+        return self._wrapped.sync_context(is_last=False)
 
     # Evaluation, ranks, models, measurements
 
@@ -395,6 +395,6 @@ class TorchEngine(Engine):
     def close(self) -> None:
         if dist.is_initialized():
             # DDP keeps the group alive; if it were freed later, the group would wait for threads that need the GIL.
-            self._wrapped_model, self._train_models = None, {}
+            self._wrapped.close()
             gc.collect()  # DDP may be part of a reference cycle
             dist.destroy_process_group()

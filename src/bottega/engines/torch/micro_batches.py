@@ -35,7 +35,7 @@ def fit_micro_batch(engine: TorchEngine, step: int, batch: Batch, counts: Mappin
     `batch` is on the device and has `size` examples, those of this rank; `counts` are those of the global batch.
     """
     # Not with compile: the measurement would compile the model for a single example, and the step again for its size.
-    if engine.device.type == "cpu" and engine.training.compile is not True:
+    if engine.device.type == "cpu" and not engine.is_compiled:
         _fit_on_cpu(engine, step, batch, counts, size)
     if engine.world_size > 1:
         _fit_on_all_ranks(engine, step, batch, counts, size)

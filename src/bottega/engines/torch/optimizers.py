@@ -12,6 +12,7 @@ from bottega.config.optimizers import FALLBACK_OPTIMIZER, OPTIMIZER_SPECS
 from bottega.config.parameter_groups import ParameterSetting
 from bottega.config.training import Optimizer as OptimizerOptions
 from bottega.core.model_spec import resolve_reference
+from bottega.engines.torch.muon import Muon
 
 
 def build_optimizers(
@@ -64,8 +65,11 @@ def describe_fallback(parameters: Mapping[str, Tensor], options: OptimizerOption
 
 
 def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
-    """Return whether Muon applies: it orthogonalises maps between hidden states; embeddings and heads stay with AdamW."""
-    return parameter.dim() == 2 and "embed" not in name and "head" not in name
+    """Return whether Muon applies: it orthogonalises maps between hidden states; embeddings and heads stay with AdamW.
+
+    The weights of n-grams are both.
+    """
+    return parameter.dim() == 2 and not any(word in name for word in ("embed", "head", "ngrams"))
 
 
 def _build_optimizer(
@@ -92,11 +96,11 @@ def step_optimizers(
 ) -> None:
     """Step with gradients divided by `divisor`, or not at all if the device flag `skip_update` is 1, without a sync.
 
-    Fused kernels take both as arguments, so clipping needs no pass over the gradients. The others step and are then
+    Fused kernels and Muon take both as arguments, so clipping needs no pass over the gradients. The others step and are then
     restored by `where`, which needs a copy of what they change.
     """
     for optimizer in optimizers:
-        if optimizer.defaults.get("fused"):
+        if optimizer.defaults.get("fused") or isinstance(optimizer, Muon):
             optimizer.grad_scale, optimizer.found_inf = divisor, skip_update  # type: ignore[attr-defined]
             optimizer.step()
             continue

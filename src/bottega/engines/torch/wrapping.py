@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -48,6 +48,17 @@ def compile_frozen_models(models: Mapping[str, Any], *, always: bool) -> None:
     for model in models.values():
         if hasattr(model, "compile_parts"):
             model.compile_parts(always=always)
+
+
+def uncompile_models(models: Iterable[Any]) -> None:
+    """Undo `compile_model` and `compile_frozen_models`: the next forward is eager."""
+    for model in models:
+        if hasattr(model, "uncompile_parts"):
+            model.uncompile_parts()
+        for module in model.modules():
+            for name in ("compiled", "compiled_block"):
+                if getattr(module, name, None) is not None:
+                    setattr(module, name, None)
 
 
 def require_attribute(model: torch.nn.Module, attribute: str, key: str) -> None:

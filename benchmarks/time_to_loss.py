@@ -1,0 +1,213 @@
+"""Tokens and seconds until a validation loss: our language recipes beside a plain AdamW GPT-2 with the settings of nanoGPT.
+
+    BOTTEGA_DATA=... python benchmarks/time_to_loss.py novels      # one GPU: 30 M parameters, 50 novels, 5 of them held back
+    python benchmarks/time_to_loss.py embedded --device cpu        # a CPU: the quick start's million parameters
+    BOTTEGA_DATA=... python benchmarks/time_to_loss.py novels --rows   # one change at a time, from AdamW to the recipe
+
+The learning rate of each method is chosen by the same sweep, on one seed; then three seeds of each. The baseline's final loss,
+the mean over seeds, is the goal. A method gets a fraction of the baseline's tokens, with a schedule of that length: it
+reaches the goal if its final loss is at most that. Seconds are those of the steps, without compilation and evaluations, which
+are the same for all. Prints a line a run, a table, and one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import lzma
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+HELD_BACK = slice(4, None, 10)
+"""Every tenth novel, from the fifth on."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Data, shape and length of the runs."""
+
+    words: str
+    steps: int
+    rates: tuple[float, ...]
+
+
+CORPORA = {
+    "novels": Corpus(
+        "data.train.kind=jsonl data.train.path=train.jsonl data.train.field=text data.validation.kind=jsonl "
+        "data.validation.path=valid.jsonl data.validation.field=text data.validation.split=null data.tokenizer.kind=bpe "
+        "data.tokenizer.vocab_size=8192 model.size=null model.num_layers=8 model.hidden_size=512 model.num_heads=4 "
+        "model.num_kv_heads=4 model.head_size=128 model.intermediate_size=1376 model.context=512 batch_size=128",
+        500,
+        (1e-3, 2e-3, 4e-3),
+    ),
+    "embedded": Corpus("", 600, (1.5e-3, 3e-3, 6e-3)),
+}
+
+
+@dataclass(frozen=True)
+class Method:
+    """A recipe with overrides, or the plain loop, and its lengths."""
+
+    recipe: str | None
+    """None is the plain loop."""
+    overrides: str = ""
+    fractions: tuple[float, ...] = (1.0,)
+    """Fractions of the baseline's tokens."""
+
+
+COSINE = "training.scheduler={name: cosine, warmup_steps: '10%', min_ratio: 0.1}"
+DECAY = "training.scheduler={name: wsd, warmup_steps: '5%', decay_fraction: 0.6}"
+METHODS = {
+    "gpt2": Method(None),
+    "default": Method("language", fractions=(0.7, 0.5)),
+}
+ROWS = {
+    "adamw": Method(
+        "language", f"'training.optimizer={{name: adamw, betas: [0.9, 0.95]}}' weight_decay=0.1 '{COSINE}'"
+    ),
+    "muon": Method("language", f"'training.optimizer={{name: muon, betas: [0.9, 0.95]}}' weight_decay=0.1 '{COSINE}'"),
+    "decay": Method("language", f"'training.optimizer={{name: muon, betas: [0.9, 0.95]}}' weight_decay=0.1 '{DECAY}'"),
+}
+"""One change at a time, from AdamW in our architecture on."""
+ALL_METHODS = {**METHODS, **ROWS}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("corpus", choices=CORPORA)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--methods", help="names of methods, separated by commas")
+    parser.add_argument("--rows", action="store_true", help="one change at a time instead of the recipes")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, help="length of the baseline; default: that of the corpus")
+    parser.add_argument("--jobs", type=int, default=3, help="runs of the sweep side by side; the final runs are alone")
+    arguments = parser.parse_args()
+    corpus = CORPORA[arguments.corpus]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        if arguments.corpus == "novels":
+            write_novels(folder)
+        bench = Bench(folder, corpus, arguments.device, arguments.steps or corpus.steps)
+        names = (
+            arguments.methods.split(",") if arguments.methods else ["gpt2", *(ROWS if arguments.rows else ["default"])]
+        )
+        report = bench.compare(names, seeds=arguments.seeds, jobs=arguments.jobs)
+    print_table(report)
+    print(json.dumps({"bench": "time_to_loss", "corpus": arguments.corpus, **report}))
+
+
+def write_novels(folder: Path) -> None:
+    """Write the novels for training and those held back as JSON Lines."""
+    path = Path(os.environ["BOTTEGA_DATA"]) / "text-lm-novels" / "novels.jsonl.xz"
+    with lzma.open(path, "rt", encoding="utf-8") as file:
+        lines = file.readlines()
+    held_back = lines[HELD_BACK]
+    (folder / "valid.jsonl").write_text("".join(held_back), encoding="utf-8")
+    (folder / "train.jsonl").write_text("".join(line for line in lines if line not in held_back), encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Runs of one corpus on one device."""
+
+    folder: Path
+    corpus: Corpus
+    device: str
+    steps: int
+
+    def compare(self, methods: list[str], *, seeds: int, jobs: int) -> dict[str, Any]:
+        """Sweep the rate of each method, then train each with the best rate and `seeds` seeds."""
+        self.run("gpt2", 1.0, 1e-3, seed=0, steps=2)  # prepares the data
+        first_fractions = {name: ALL_METHODS[name].fractions[0] for name in methods}
+        sweep = [(name, rate) for name in methods for rate in self.corpus.rates]
+        with ThreadPoolExecutor(jobs) as pool:
+            results = list(pool.map(lambda run: self.run(run[0], first_fractions[run[0]], run[1], seed=0), sweep))
+        rates = {}
+        for name in methods:
+            losses = {rate: r["loss"] for (n, rate), r in zip(sweep, results, strict=True) if n == name}
+            rates[name] = min(losses, key=lambda rate: losses[rate])
+        rows = [(name, fraction) for name in methods for fraction in ALL_METHODS[name].fractions]
+        runs: dict[tuple[str, float], list[dict[str, Any]]] = {row: [] for row in rows}
+        for seed in range(seeds):  # interleaved
+            for name, fraction in rows:
+                runs[name, fraction].append(self.run(name, fraction, rates[name], seed=seed))
+        return {
+            "rates": rates,
+            "sweep": [{"method": n, "rate": rate, **r} for (n, rate), r in zip(sweep, results, strict=True)],
+            "rows": [{"method": name, "fraction": fraction, "runs": runs[name, fraction]} for name, fraction in rows],
+        }
+
+    def run(self, name: str, fraction: float, rate: float, *, seed: int, steps: int | None = None) -> dict[str, Any]:
+        """Train once; return the final validation loss, the seconds of all steps, and the losses on the way."""
+        num_steps = steps or round(fraction * self.steps)
+        method = ALL_METHODS[name]
+        if method.recipe is None:
+            result = self._run_plain(num_steps, rate, seed)
+        else:
+            result = self._run_recipe(name, method, num_steps, rate, seed)
+        print(
+            f"{name:<10} {num_steps:>6} steps  rate {rate:<8g} seed {seed}  loss {result['loss']:.4f}  {result['seconds']:.1f} s",
+            flush=True,
+        )
+        return result
+
+    def _run_plain(self, num_steps: int, rate: float, seed: int) -> dict[str, Any]:
+        words = f"language {self.corpus.words} device={self.device}"
+        command = [sys.executable, str(HERE / "plain_gpt2.py"), "--words", words, "--steps", str(num_steps)]
+        output = run_command([*command, "--learning-rate", str(rate), "--seed", str(seed)], self.folder)
+        result = json.loads(output.splitlines()[-1])
+        return {"loss": result["losses"][-1][1], **result}
+
+    def _run_recipe(self, label: str, method: Method, num_steps: int, rate: float, seed: int) -> dict[str, Any]:
+        name = f"{label}-{num_steps}-{rate:g}-{seed}"
+        words = (
+            f"{method.recipe} {self.corpus.words} {method.overrides} device={self.device} name={name} seed={seed} max_steps={num_steps} learning_rate={rate} "
+            f"evaluation.every={max(1, num_steps // 10)} evaluation.max_batches=null compile={str(self.device == 'cuda').lower()} "
+            "samples.every=null checkpoint.every=null logging.tensorboard=false logging.report=false logging.modules=false --quiet --fresh"
+        )
+        run_command([sys.executable, "-m", "bottega", "train", *shlex.split(words)], self.folder)
+        lines = (self.folder / "runs" / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        rows = [json.loads(line) for line in lines]
+        losses = [(row["step"], row["loss"]) for row in rows if row["kind"] == "eval"]
+        # The first logged steps compile.
+        step_seconds = statistics.median([row["step_seconds"] for row in rows if row["kind"] == "train"][1:] or [0.0])
+        return {"loss": losses[-1][1], "losses": losses, "seconds": num_steps * step_seconds}
+
+
+def run_command(command: list[str], folder: Path) -> str:
+    """Run a command in a folder; return what it prints."""
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise SystemExit(f"{shlex.join(command)}\n{result.stderr[-3000:]}")
+    return result.stdout
+
+
+def print_table(report: dict[str, Any]) -> None:
+    """Print the final loss of each method and its tokens and seconds relative to the baseline's."""
+    baseline = next(row for row in report["rows"] if row["method"] == "gpt2")
+    seconds = {
+        (row["method"], row["fraction"]): statistics.mean(run["seconds"] for run in row["runs"])
+        for row in report["rows"]
+    }
+    goal = statistics.mean(run["loss"] for run in baseline["runs"])
+    print(f"\n{'method':<12}{'rate':>9}{'tokens':>9}{'seconds':>9}{'loss':>9}{'spread':>9}  reaches {goal:.4f}")
+    for row in report["rows"]:
+        losses = [run["loss"] for run in row["runs"]]
+        ratio = seconds[row["method"], row["fraction"]] / seconds["gpt2", 1.0]
+        print(
+            f"{row['method']:<12}{report['rates'][row['method']]:>9g}{row['fraction']:>9.2f}{ratio:>9.2f}"
+            f"{statistics.mean(losses):>9.4f}{max(losses) - min(losses):>9.4f}  {'yes' if statistics.mean(losses) <= goal else 'no'}"
+        )
+
+
+if __name__ == "__main__":
+    main()
