@@ -26,7 +26,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,data,audio,video,hub,plots,tune,wandb]'
 	@touch $@
 
-quickstart: $(STAMP) ## train a small language model on this machine's CPU, about three minutes
+quickstart: $(STAMP) ## train a small language model on this machine's CPU, about two minutes
 	@$(BIN)/bottega train language
 
 test: $(STAMP) ## the quick tests, about seven minutes on two cores

@@ -28,9 +28,9 @@ DERIVED_METRICS = ("loss_spikes", "skipped_steps", "grad_norm_spread")
 """Metrics that follow from others, and that commits before them do not have."""
 WITH_TECHNIQUES: dict[str, tuple[str, dict[str, Any]]] = {
     "language + lora": ("language", {"techniques": ["lora"]}),
-    "classify + lora": ("classify", {"techniques": ["lora"]}),
+    "classify + lora": ("classify/transformer", {"techniques": ["lora"]}),
     "image + lora": ("image", {"techniques": ["lora"]}),
-    "classify + adapter": ("classify", {"techniques": ["adapter"]}),
+    "classify + adapter": ("classify/transformer", {"techniques": ["adapter"]}),
     "language + online": ("language", {"data.online": {}}),
     "language + muon": ("language", {"training.optimizer.name": "muon"}),
 }

@@ -1,4 +1,4 @@
-"""Draw docs/images/quickstart.svg from the log of a real run: python docs/images/quickstart.py runs/language-47b4b8"""
+"""Draw docs/images/quickstart.svg from the log of a real run: python docs/images/quickstart.py runs/language-df1b11"""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from rich.text import Text
 
 
 def main(run: Path) -> None:
-    lines = [
-        line[20:] for line in (run / "log.txt").read_text(encoding="utf-8").splitlines() if re.match(r"\d{4}-", line)
-    ]
+    log = (run / "log.txt").read_text(encoding="utf-8").splitlines()
+    lines = [match[1] for line in log if (match := re.match(r"\d{4}-\S+ \S+ (?:INFO )?(.*)", line))]
     steps = [line for line in lines if re.match(r"step +\d+/", line)]
     shown = steps[4::15]
     console = Console(record=True, width=118, file=io.StringIO(), highlight=False)
