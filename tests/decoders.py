@@ -17,6 +17,7 @@ from bottega.tasks.language.sampling import generate_tokens
 V = 61
 KINDS: dict[str, dict[str, Any]] = {
     "transformer": {},
+    "transformer-speedrun": {"activation": "relu2", "logit_softcap": 3.0, "value_embeddings": True},
     "moe": {"num_experts": 4, "intermediate_size": 48},
     "moe-sigmoid": {"num_experts": 4, "intermediate_size": 48, "gate": "sigmoid", "shared_experts": 1},
     "moe-spiking": {"num_experts": 4, "intermediate_size": 48, "router": "spiking", "experts_per_token": 1},

@@ -75,6 +75,50 @@ def test_shape_round_trips_through_recipe_keys(name: str) -> None:
     assert TransformerShape(**fields) == shape
 
 
+@pytest.mark.parametrize("size", [None, "verse"])
+def test_squared_relu_has_as_many_weights_in_two_matrices(size: str | None) -> None:
+    dimensions = {"num_layers": 3, "hidden_size": 96} if size is None else {}
+    gated, squared = (
+        TransformerShape(
+            **{
+                "vocab_size": 64,
+                "context": 8,
+                **resolve_shape_fields("transformer", size, {**dimensions, "activation": activation}),
+            }
+        )
+        for activation in ("swiglu", "relu2")
+    )
+    assert squared.num_parameters() == gated.num_parameters()
+    assert squared.intermediate_size == gated.intermediate_size * 3 // 2
+
+
+def test_value_embeddings_are_in_every_second_attention_layer_from_the_last_down() -> None:
+    assert [
+        i for i in range(5) if small_shape("transformer", num_layers=5, value_embeddings=True).has_value_embedding(i)
+    ] == [0, 2, 4]
+    hybrid = small_shape("hybrid", num_layers=6, value_embeddings=True)  # attention in layers 1, 3 and 5
+    assert [i for i in range(6) if hybrid.has_value_embedding(i)] == [1, 5]
+    assert not any(map(small_shape("transformer").has_value_embedding, range(4)))
+
+
+@pytest.mark.parametrize("option", ["activation", "logit_softcap", "value_embeddings"])
+def test_each_option_of_the_speedrun_changes_the_logits(option: str) -> None:
+    """Otherwise the tests of caching and causality would hold without it."""
+    tokens, options = draw_tokens(), KINDS["transformer-speedrun"]
+    changed, plain = (
+        small_model("transformer", **settings).eval()(tokens) for settings in ({option: options[option]}, {})
+    )
+    assert (changed - plain).abs().max() > 0.1
+    if option == "logit_softcap":
+        assert changed.abs().max() <= options[option]
+
+
+def test_value_embeddings_cost_no_flops() -> None:
+    plain, with_embeddings = small_shape("transformer"), small_shape("transformer", value_embeddings=True)
+    assert with_embeddings.flops_per_token() == plain.flops_per_token()
+    assert with_embeddings.num_parameters() == plain.num_parameters() + 2 * V * 32
+
+
 def test_attention_is_in_every_nth_layer_only() -> None:
     assert list_layer_mixers(5, attention_every=2) == ("ssm", "attention", "ssm", "attention", "ssm")
     assert list_layer_mixers(2, attention_every=4) == ("ssm", "ssm")
@@ -97,6 +141,10 @@ def test_impossible_shape_is_refused_by_the_name_of_its_field() -> None:
         ({"mixers": ("attention",)}, "mixers has length 1, but num_layers is 4"),
         ({"mixers": ("ssm",) * 4}, "ssm must be given if a layer is a state-space layer"),
         ({"num_heads": 0}, "num_heads is 0, but a layer with attention needs at least 1"),
+        (
+            {**small_shape("ssm").model_dump(), "value_embeddings": True},
+            "value_embeddings is true, but no layer has attention",
+        ),
     ):
         with pytest.raises(ValidationError, match=message):
             TransformerShape(**{**dense, **change})

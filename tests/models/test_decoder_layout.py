@@ -33,6 +33,9 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama-single": ("moe", OWN_MODEL_TYPE, {**MOE, "qk_norm": False, "experts_per_token": 1}),
     "biased": ("moe", OWN_MODEL_TYPE, {**MOE, "balance": "bias"}),
     "hybrid": ("hybrid", OWN_MODEL_TYPE, {**SSM, "attention_every": 2}),
+    "relu2": ("transformer", OWN_MODEL_TYPE, {"activation": "relu2"}),
+    "softcap": ("transformer", OWN_MODEL_TYPE, {"logit_softcap": 3.0}),
+    "value-embeddings": ("transformer", OWN_MODEL_TYPE, {"value_embeddings": True}),
     "ssm-experts": ("ssm", OWN_MODEL_TYPE, {**SSM, "num_experts": 3}),
 }
 

@@ -40,6 +40,19 @@ def test_values_follow_the_role_of_the_parameter() -> None:
     assert (module["q_proj"].bias == 0).all()
 
 
+def test_zero_residual_zeroes_what_writes_into_the_residual_stream_and_nothing_else() -> None:
+    usual, zero = build_network("q_proj", "o_proj", "down_proj"), build_network("q_proj", "o_proj", "down_proj")
+    initialise(usual, 0, residual_layers=2)
+    initialise(zero, 0, residual_layers=2, zero_residual=True)
+    assert torch.equal(zero["q_proj"].weight, usual["q_proj"].weight)
+    for name in ("o_proj", "down_proj"):
+        assert usual[name].weight.any()
+        assert not zero[name].weight.any()
+    stack = initial_value("mlp.experts.down_proj", (2, 4, 8), 0, residual_layers=1, zero_residual=True)
+    assert not stack.any()
+    assert initial_value("mlp.experts.up_proj", (2, 8, 4), 0, residual_layers=1, zero_residual=True).any()
+
+
 def test_single_parameter_value_can_be_computed_alone() -> None:
     module = build_network("q_proj")
     initialise(module, 3, residual_layers=1)

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from bottega.models.attention import attend, build_document_mask
 from bottega.models.experts import dispatch
 from bottega.models.frozen import prefix_attention
-from bottega.models.losses.linear_cross_entropy import linear_cross_entropy
+from bottega.models.losses.linear_cross_entropy import cap_logits, linear_cross_entropy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
 
@@ -20,17 +20,19 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to("cuda", dtype)
 
 
+@pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("vocab", [37, 512, 5003])
-def test_linear_cross_entropy_matches_float64(vocab: int, dtype: torch.dtype) -> None:
+def test_linear_cross_entropy_matches_float64(vocab: int, dtype: torch.dtype, softcap: float | None) -> None:
     hidden = normal(70, 64, dtype=dtype).requires_grad_()
     weight = normal(vocab, 64, seed=1, dtype=dtype).mul_(0.2).requires_grad_()
     targets = torch.randint(0, vocab, (70,), generator=torch.Generator().manual_seed(2)).to("cuda")
     targets[::5] = -100
-    total = linear_cross_entropy(hidden, weight, targets, chunk_rows=32)
+    total = linear_cross_entropy(hidden, weight, targets, chunk_rows=32, softcap=softcap)
     gradients = torch.autograd.grad(total, (hidden, weight))
     exact_inputs = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
-    expected = F.cross_entropy(exact_inputs[0] @ exact_inputs[1].T, targets, reduction="sum", ignore_index=-100)
+    logits = cap_logits(exact_inputs[0] @ exact_inputs[1].T, softcap)
+    expected = F.cross_entropy(logits, targets, reduction="sum", ignore_index=-100)
     tolerance = {torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 6e-3}[dtype]
     assert abs(total.item() - expected.item()) <= tolerance * expected.item()
     for actual, exact in zip(gradients, torch.autograd.grad(expected, exact_inputs), strict=True):

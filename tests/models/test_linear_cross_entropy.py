@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,20 +23,26 @@ def draw_example(rows: int, *, dtype: torch.dtype = torch.float64) -> tuple[Tens
     return hidden, weight, torch.randint(0, V, (rows,), generator=generator)
 
 
-def reference_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(hidden @ weight.T, targets, reduction="sum", ignore_index=-100)
+def reference_loss(hidden: Tensor, weight: Tensor, targets: Tensor, *, softcap: float | None = None) -> Tensor:
+    logits = hidden @ weight.T
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    return F.cross_entropy(logits, targets, reduction="sum", ignore_index=-100)
 
 
+@pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("ignored", ["none", "some", "all"])
 @pytest.mark.parametrize(("rows", "chunk"), [(1, 4), (3, 4), (4, 4), (5, 4), (8, 4), (9, 1), (9, None)])
-def test_equals_cross_entropy(rows: int, chunk: int | None, ignored: str, dtype: torch.dtype) -> None:
+def test_equals_cross_entropy(
+    rows: int, chunk: int | None, ignored: str, dtype: torch.dtype, softcap: float | None
+) -> None:
     hidden, weight, targets = draw_example(rows, dtype=dtype)
     if ignored != "none":
         targets[:: 2 if ignored == "some" else 1] = -100
-    expected = reference_loss(hidden, weight, targets)
+    expected = reference_loss(hidden, weight, targets, softcap=softcap)
     expected_gradients = torch.autograd.grad(expected * 3.5, (hidden, weight))
-    total = linear_cross_entropy(hidden, weight, targets, chunk_rows=chunk)
+    total = linear_cross_entropy(hidden, weight, targets, chunk_rows=chunk, softcap=softcap)
     gradients = torch.autograd.grad(total * 3.5, (hidden, weight))
     tolerance = 1e-5 if dtype == torch.float32 else 1e-10
     torch.testing.assert_close(total, expected, rtol=tolerance, atol=tolerance)
@@ -57,9 +65,9 @@ def test_evaluation_computes_no_gradient(monkeypatch: pytest.MonkeyPatch) -> Non
     gradient_flags = []
     original = module._compute_losses_and_gradient
 
-    def spy(*args: Tensor, ignore_index: int, with_gradient: bool) -> None:
+    def spy(*args: Tensor, with_gradient: bool, **options: Any) -> None:
         gradient_flags.append(with_gradient)
-        original(*args, ignore_index=ignore_index, with_gradient=with_gradient)
+        original(*args, with_gradient=with_gradient, **options)
 
     monkeypatch.setattr(module, "_compute_losses_and_gradient", spy)
     with torch.no_grad():

@@ -44,6 +44,8 @@ class SequenceContext:
     """Number of tokens of each row (B) without padding on the right, for state-space layers."""
     token_mask: Tensor | None = None
     """True (B, T) for tokens that enter the statistics of experts."""
+    tokens: Tensor | None = None
+    """Token ids (B, T) for layers with value embeddings."""
 
 
 class RMSNorm(nn.Module):
@@ -115,9 +117,9 @@ def build_document_mask(documents: Tensor, *, use_flex: bool) -> Mask:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions and optional QK-norm."""
+    """Grouped-query attention with rotary positions, and optionally with QK-norm and an embedding added to the values."""
 
-    def __init__(self, shape: TransformerShape) -> None:
+    def __init__(self, shape: TransformerShape, *, has_value_embedding: bool = False) -> None:
         super().__init__()
         query_size, key_size = shape.num_heads * shape.head_size, shape.num_kv_heads * shape.head_size
         self.q_proj = nn.Linear(shape.hidden_size, query_size, bias=False)
@@ -128,6 +130,7 @@ class Attention(nn.Module):
         if shape.qk_norm:
             self.q_norm = RMSNorm(shape.head_size, shape.norm_epsilon)
             self.k_norm = RMSNorm(shape.head_size, shape.norm_epsilon)
+        self.value_embed = nn.Embedding(shape.vocab_size, key_size) if has_value_embedding else None
         self.head_size = shape.head_size
         self.dropout = shape.dropout
 
@@ -137,6 +140,9 @@ class Attention(nn.Module):
         )
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
+        if self.value_embed is not None:
+            assert sequence.tokens is not None, "a layer with value embeddings needs the tokens"
+            v = v + self.value_embed(sequence.tokens).view_as(v).to(v.dtype)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         # The angles are float32, so the rotation is too; half precision would blur positions that are far apart.
         q, k = (

@@ -19,28 +19,38 @@ RESIDUAL_OUTPUTS = ("o_proj", "down_proj", "out_proj")
 
 
 def initial_value(
-    name: str, shape: tuple[int, ...], seed: int, *, std: float = 0.02, residual_layers: int
+    name: str,
+    shape: tuple[int, ...],
+    seed: int,
+    *,
+    std: float = 0.02,
+    residual_layers: int,
+    zero_residual: bool = False,
 ) -> np.ndarray:
     """Return the initial value of a parameter: ones for a norm, zeros for a bias, else normal with `std`.
 
     The standard deviation of stacked experts is 1 / sqrt(fan-in) instead.
 
     Layers that write into the residual stream are scaled by 1 / sqrt(2 L), where L is `residual_layers`, so that 2 L
-    additions keep its variance (GPT-2).
+    additions keep its variance (GPT-2). With `zero_residual` they are zero, so that each layer starts as the identity.
     """
     owner, _, kind = name.rpartition(".")
-    if kind == "bias":
+    is_stack = len(shape) == 3 and kind.endswith("_proj")  # experts: [experts, out_features, in_features]
+    writes_residual = (name if is_stack else owner).endswith(RESIDUAL_OUTPUTS)
+    if kind == "bias" or (zero_residual and writes_residual):
         return np.zeros(shape, np.float32)
     if "norm" in owner.rpartition(".")[2]:
         return np.ones(shape, np.float32)
     value = numpy_generator(seed, name).standard_normal(shape, dtype=np.float32)
-    if len(shape) == 3 and kind.endswith("_proj"):
-        owner, std = name, 1 / math.sqrt(shape[-1])  # experts, stacked: [experts, out_features, in_features]
-    value *= std / math.sqrt(2 * residual_layers) if owner.endswith(RESIDUAL_OUTPUTS) else std
+    if is_stack:
+        std = 1 / math.sqrt(shape[-1])
+    value *= std / math.sqrt(2 * residual_layers) if writes_residual else std
     return value
 
 
-def initialise(module: nn.Module, seed: int, *, std: float = 0.02, residual_layers: int) -> None:
+def initialise(
+    module: nn.Module, seed: int, *, std: float = 0.02, residual_layers: int, zero_residual: bool = False
+) -> None:
     """Initialise every parameter from the seed, its name and its shape, on any device.
 
     A layer with a method `initial_value(kind, name, seed)` decides its own values.
@@ -51,7 +61,7 @@ def initialise(module: nn.Module, seed: int, *, std: float = 0.02, residual_laye
         owner, _, kind = name.rpartition(".")
         if owner in own_rules:
             return own_rules[owner].initial_value(kind, name, seed)
-        return initial_value(name, shape, seed, std=std, residual_layers=residual_layers)
+        return initial_value(name, shape, seed, std=std, residual_layers=residual_layers, zero_residual=zero_residual)
 
     fill_parameters(module, compute_value)
 

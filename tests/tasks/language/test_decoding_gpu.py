@@ -10,6 +10,7 @@ import torch
 
 from bottega.core.noise import Noise
 from bottega.models import cuda_graph
+from bottega.models.decoder import step
 from bottega.models.decoder.step import DecodeStep
 from bottega.models.decoder.torch import DecoderCache, Transformer
 from bottega.tasks.language import step_graphs
@@ -88,9 +89,39 @@ def test_a_bfloat16_step_is_close_to_the_model(name: str) -> None:
         for cache in caches:
             model.hidden(tokens[:, :-1], cache=cache, lengths=lengths)
         expected = model(tokens[:, -1:], cache=caches[0], position=lengths)[:, 0].float()
-        step = DecodeStep(model, caches[1], dtype=torch.bfloat16, for_graph=True)
-        logits = step(tokens[:, -1], torch.tensor(lengths, device="cuda"), 128)
+        decode = DecodeStep(model, caches[1], dtype=torch.bfloat16, for_graph=True)
+        logits = decode(tokens[:, -1], torch.tensor(lengths, device="cuda"), 128)
     assert (logits - expected).norm() < 0.05 * expected.norm()
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        *((name, {}) for name in KINDS),
+        ("transformer", {"num_heads": 4, "num_kv_heads": 2, "head_size": 8}),
+        ("transformer", {"num_heads": 4, "num_kv_heads": 1, "head_size": 6}),
+        ("transformer", {"qk_norm": False}),
+        ("transformer", {"hidden_size": 320, "intermediate_size": 1300, "num_heads": 4, "head_size": 80}),
+    ],
+)
+def test_kernels_of_a_step_compute_what_torch_does(
+    name: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, lengths = small_gpu_model(name, **changes), [11, 4, 7]
+    tokens = torch.randint(0, V, (3, 16), generator=torch.Generator().manual_seed(0)).cuda()
+    results = []
+    for find_kernels in (step._find_kernels, lambda device: None):
+        monkeypatch.setattr(step, "_find_kernels", find_kernels)
+        cache = DecoderCache.empty(model.shape, batch_size=3, device="cuda")
+        with torch.no_grad():
+            model.hidden(tokens[:, :11], cache=cache, lengths=lengths)
+            decode = DecodeStep(model, cache, dtype=torch.float32, for_graph=True)
+            positions = torch.tensor(lengths, device="cuda")
+            logits = [decode(tokens[:, 11 + i], positions + i, 128) for i in range(4)]
+        assert (decode._kernels is None) == (len(results) == 1)
+        results.append((torch.stack(logits), *(tensor for layer in cache.layers for tensor in layer)))
+    for by_kernels, by_torch in zip(*results, strict=True):
+        torch.testing.assert_close(by_kernels, by_torch, atol=1e-4, rtol=1e-4)
 
 
 def test_many_rows_use_the_grouped_kernel_of_experts(failures: list[Exception]) -> None:

@@ -152,6 +152,12 @@ def test_resume_is_bitwise_equal(text: Path, tmp_path: Path) -> None:
         ({"num_experts": 4}, "model.num_experts: 4, but kind transformer has no experts; set model.kind: moe"),
         ({"kind": "ssm", "expert_size": 4}, "model.expert_size: 4, but kind ssm has no experts; set model.num_experts"),
         ({"kind": "moe", "state_size": 4}, "model.state_size: 4, but kind moe has no state space"),
+        (
+            {"kind": "moe", "activation": "relu2"},
+            "model.activation: relu2, but experts have SwiGLU only; remove the key",
+        ),
+        ({"kind": "ssm", "activation": "relu2"}, "model.activation: relu2, but kind ssm has no MLP"),
+        ({"kind": "ssm", "value_embeddings": True}, "model.value_embeddings: True, but kind ssm has no attention"),
         ({"kind": "ssm", "num_heads": 4}, "model.num_heads: 4, but kind ssm has no attention; set it to null"),
         ({"kind": "ssm", "intermediate_size": 4}, "model.intermediate_size: 4, but kind ssm has no MLP"),
         ({"kind": "moe", "attention_every": 2}, "model.attention_every: 2, but kind moe does not alternate"),

@@ -12,6 +12,7 @@ from bottega.models.ssm.config import SSMShape
 from bottega.similar_names import find_similar_names
 
 Mixer = Literal["attention", "ssm"]
+Activation = Literal["swiglu", "relu2"]
 MLP_RATIO = 3
 """Default ratio of a gated MLP's inner width to the hidden size: its three matrices have about as many weights as the two
 of a plain MLP at a ratio of 4. Tasks that share layers have the same ratio."""
@@ -37,6 +38,12 @@ class TransformerShape(BaseModel):
     qk_norm: bool = True
     rope_theta: float = Field(default=10000.0, gt=0.0)
     norm_epsilon: float = Field(default=1e-6, gt=0.0)
+    activation: Activation = "swiglu"
+    """Of the MLPs: SwiGLU with three matrices, or squared ReLU with two (Primer, So et al., 2021)."""
+    logit_softcap: float | None = Field(default=None, gt=0.0)
+    """Logits are c * tanh(logits / c), as in Gemma 2."""
+    value_embeddings: bool = False
+    """Whether every second attention layer, the last one included, adds an embedding of each token to its value."""
     mixers: tuple[Mixer, ...] | None = None
     """The sequence mixer of each layer; None is attention in all of them."""
     ssm: SSMShape | None = None
@@ -70,6 +77,8 @@ class TransformerShape(BaseModel):
             raise ValueError(
                 f"mixers has length {len(self.mixers)}, but num_layers is {self.num_layers}; give one mixer for each layer"
             )
+        if self.value_embeddings and not self.has_attention:
+            raise ValueError("value_embeddings is true, but no layer has attention")
         if (self.ssm is not None) != self.has_ssm:
             raise ValueError("ssm must be given if a layer is a state-space layer, and only then")
         for name, shape in (("ssm", self.ssm), ("experts", self.experts)):
@@ -91,6 +100,11 @@ class TransformerShape(BaseModel):
     def has_experts(self, layer: int) -> bool:
         """Return whether a layer has experts."""
         return self.experts is not None and (layer + 1) % self.experts_every == 0
+
+    def has_value_embedding(self, layer: int) -> bool:
+        """Return whether a layer adds an embedding of each token to its value."""
+        attention_layers = [i for i in range(self.num_layers) if self.mixer(i) == "attention"]
+        return self.value_embeddings and layer in attention_layers[::-2]
 
     @property
     def has_attention(self) -> bool:
@@ -133,12 +147,24 @@ class TransformerShape(BaseModel):
         if self.mixer(layer) == "ssm":
             assert self.ssm is not None, "checked by the validator"
             return self.ssm.num_parameters() + width
-        return 2 * width * query_size + 2 * width * key_size + (2 * self.head_size if self.qk_norm else 0) + width
+        value_embedding = self._count_value_embedding(layer)
+        return (
+            2 * width * query_size
+            + 2 * width * key_size
+            + (2 * self.head_size if self.qk_norm else 0)
+            + width
+            + value_embedding
+        )
+
+    def _count_value_embedding(self, layer: int) -> int:
+        return self.vocab_size * self.num_kv_heads * self.head_size if self.has_value_embedding(layer) else 0
 
     def _count_mlp_parameters(self, layer: int, expert_parameters: int) -> int:
         if self.has_experts(layer):
             return expert_parameters + self.hidden_size
-        return 3 * self.hidden_size * self.intermediate_size + self.hidden_size if self.intermediate_size else 0
+        num_matrices = 3 if self.activation == "swiglu" else 2
+        mlp_parameters = num_matrices * self.hidden_size * self.intermediate_size
+        return mlp_parameters + self.hidden_size if self.intermediate_size else 0
 
     def flops_per_token(self, length: int | None = None) -> int:
         """Return the FLOPs of forward and backward for one token of a sequence of `length` (default: the context).
@@ -147,6 +173,7 @@ class TransformerShape(BaseModel):
         lookup multiplies nothing, so an embedding counts only if it is also the head.
         """
         lookup_parameters = 0 if self.tie_embeddings else self.vocab_size * self.hidden_size
+        lookup_parameters += sum(map(self._count_value_embedding, range(self.num_layers)))
         num_ssm_layers = sum(self.mixer(layer) == "ssm" for layer in range(self.num_layers))
         attention_flops = (
             12 * (self.num_layers - num_ssm_layers) * self.num_heads * self.head_size * (length or self.context)

@@ -17,7 +17,7 @@ from bottega.models.ssm.config import SSMShape
 
 DecoderKind = Literal["transformer", "ssm", "moe", "hybrid"]
 
-ATTENTION_KEYS = ("num_heads", "num_kv_heads", "head_size", "qk_norm", "rope_theta")
+ATTENTION_KEYS = ("num_heads", "num_kv_heads", "head_size", "qk_norm", "rope_theta", "value_embeddings")
 SSM_FIELDS = {
     "state_size": "state_size",
     "ssm_head_size": "head_size",
@@ -76,8 +76,12 @@ def find_unused_keys(kind: DecoderKind, size: str | None, options: Mapping[str, 
             problems.append((key, f"{value}, but kind ssm has no attention; set it to null, or set model.kind: hybrid"))
         elif key == "attention_every" and kind != "hybrid":
             problems.append((key, f"{value}, but kind {kind} does not alternate layers; set model.kind: hybrid"))
-        elif key == "intermediate_size" and kind == "ssm" and not has_experts:
+        elif key in ("intermediate_size", "activation") and kind == "ssm" and not has_experts:
             problems.append((key, f"{value}, but kind ssm has no MLP; set it to null, or set model.kind: hybrid"))
+        elif key == "activation" and value == "relu2" and has_experts:
+            problems.append(
+                (key, f"{value}, but experts have SwiGLU only; remove the key, or set model.kind: transformer")
+            )
         elif key == "balance_weight" and (problem := describe_balance_problem(options.get("balance", "loss"), value)):
             problems.append((key, problem))
     num_layers = options.get("num_layers") or (SIZES[size]["num_layers"] if size is not None else math.inf)
@@ -114,6 +118,9 @@ def resolve_shape_fields(kind: DecoderKind, size: str | None, options: Mapping[s
     them.
     """
     defaults = _build_size_defaults(kind, size) if size is not None else _derive_width_defaults(kind, options)
+    if options.get("activation") == "relu2":
+        # Two matrices in place of three, with as many weights.
+        defaults["intermediate_size"] = defaults["intermediate_size"] * 3 // 2
     keys = {**defaults, **options}
     if "num_heads" in options and "num_kv_heads" in defaults and "num_kv_heads" not in options:
         keys["num_kv_heads"] = nearest_kv_heads(options["num_heads"], defaults["num_kv_heads"])

@@ -47,6 +47,8 @@ _MAMBA_RULES = (
 def select_layout(shape: TransformerShape, state: Mapping[str, Tensor]) -> str:
     """Return the model_type of the transformers class that computes this model exactly, or our own."""
     experts = shape.experts
+    if _find_own_options(shape):
+        return OWN_MODEL_TYPE
     if shape.has_ssm:
         assert shape.ssm is not None, "checked by the shape"
         is_plain = not shape.has_attention and experts is None and not shape.intermediate_size
@@ -69,8 +71,20 @@ def select_layout(shape: TransformerShape, state: Mapping[str, Tensor]) -> str:
     return "mixtral" if experts.renormalises and shape.experts_every == 1 else OWN_MODEL_TYPE
 
 
+def _find_own_options(shape: TransformerShape) -> list[str]:
+    """Return which options of the shape the classes of transformers do not have."""
+    options = {
+        "squared ReLU (activation: relu2)": shape.activation == "relu2",
+        "a cap of its logits (logit_softcap)": shape.logit_softcap is not None,
+        "value embeddings (value_embeddings: true)": shape.value_embeddings,
+    }
+    return [name for name, is_set in options.items() if is_set]
+
+
 def explain_own_layout(shape: TransformerShape) -> str:
     """Return why no class of transformers computes a model for which `select_layout` returns our own layout."""
+    if options := _find_own_options(shape):
+        return f"it has {' and '.join(options)}"
     experts = shape.experts
     if shape.has_ssm:
         if shape.has_attention:

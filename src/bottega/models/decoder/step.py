@@ -23,6 +23,7 @@ from bottega.models.decoder.config import TransformerShape
 from bottega.models.decoder.torch import MLP, Block, DecoderCache, Transformer
 from bottega.models.experts.dispatch import Stacks, can_use_grouped_mm, dispatch_on_device, dispatch_sorted, run_grouped
 from bottega.models.experts.torch import Experts, FeedForward
+from bottega.models.losses.linear_cross_entropy import cap_logits
 from bottega.models.ssm.torch import SSMState, StateSpace
 
 MAX_COPIED_BYTES = 2**30
@@ -33,6 +34,8 @@ HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks")
 """Attributes in which torch's modules store hooks."""
 
 Projection = Callable[[Tensor], Tensor]
+AddNorm = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
+"""(x, delta) -> x + delta, and its norm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +43,14 @@ class _Place:
     """Where the new tokens are: their rotary angles, their positions in the cache, and the keys that they attend to."""
 
     cos: Tensor
-    """(h) or (B, 1, h); `sin` likewise, with the sign of the rotation."""
+    """(h) or (B, 1, h), or with kernels (S, h) of all positions; `sin` likewise, with the sign of the rotation."""
     sin: Tensor
     position: int | Tensor
     rows: Tensor
     stop: int
     mask: Tensor | None
+    tokens: Tensor
+    """(B)."""
 
 
 class DecodeStep:
@@ -62,16 +67,25 @@ class DecodeStep:
         """
         weight = model.head_weight
         copies = _can_copy_weights(model, dtype)
+        self._kernels = _find_kernels(weight.device) if for_graph else None
         blocks = [block for block in model.model.layers if isinstance(block, Block)]
         self.shape = model.shape
         self._layers = [
-            _DecoderLayer(block, layer_cache, model.shape, dtype=dtype, copies=copies, for_graph=for_graph)
+            _DecoderLayer(
+                block,
+                layer_cache,
+                model.shape,
+                dtype=dtype,
+                copies=copies,
+                for_graph=for_graph,
+                kernels=self._kernels,
+            )
             for block, layer_cache in zip(blocks, cache.layers, strict=True)
         ]
         self._head = weight.detach().to(dtype) if copies else weight.detach()
         self._embed = model.model.embed_tokens
         self._stream_dtype = torch.bfloat16 if dtype is torch.bfloat16 else self._embed.weight.dtype
-        self._norm = _prepare_norm(model.model.norm)
+        self._norm = _prepare_norm(model.model.norm, self._kernels)
         self._cos = model.cos
         half = model.shape.head_size // 2
         self._sin = torch.cat((-model.sin[:, :half], model.sin[:, half:]), dim=-1)
@@ -85,24 +99,27 @@ class DecodeStep:
         `position` is the position of the tokens, one for all rows or (B); positions before `stop` are attended to, except
         those after a row's own. A model without attention uses neither.
         """
-        place = self._find_place(position, stop)
-        x = self._embed(tokens).to(self._stream_dtype)
+        place = self._find_place(tokens, position, stop)
+        x: Tensor = self._embed(tokens).to(self._stream_dtype)
+        delta: Tensor | None = None
         for layer in self._layers:
-            x = layer(x, place)
+            x, delta = layer(x, delta, place)
         # The model rounds the hidden state to the dtype of its own head, and autocast does the rest.
-        return F.linear(self._norm(x), self._head).float()
+        return cap_logits(F.linear(self._norm(x, delta)[1], self._head), self.shape.logit_softcap).float()
 
-    def _find_place(self, position: int | Tensor, stop: int) -> _Place:
+    def _find_place(self, tokens: Tensor, position: int | Tensor, stop: int) -> _Place:
         if not self.shape.has_attention:
-            return _Place(self._cos, self._sin, 0, self._rows, 0, None)  # positions may exceed the tables
+            return _Place(self._cos, self._sin, 0, self._rows, 0, None, tokens)  # positions may exceed the tables
         if isinstance(position, int):
-            return _Place(self._cos[position], self._sin[position], position, self._rows, stop, None)
-        cos, sin = self._cos[position][:, None], self._sin[position][:, None]
+            return _Place(self._cos[position], self._sin[position], position, self._rows, stop, None, tokens)
+        cos, sin = self._cos, self._sin
+        if self._kernels is None:
+            cos, sin = cos[position][:, None], sin[position][:, None]
         mask = (self._slots[:stop] <= position[:, None])[:, None, None]
         if self._for_graph:
             # Added to the scores: a mask of booleans would be converted in every layer.
             mask = torch.zeros(mask.shape, dtype=self._dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
-        return _Place(cos, sin, position, self._rows, stop, mask)
+        return _Place(cos, sin, position, self._rows, stop, mask, tokens)
 
 
 def supports_decode_step(model: nn.Module) -> bool:
@@ -127,23 +144,27 @@ class _DecoderLayer:
         dtype: torch.dtype,
         copies: bool,
         for_graph: bool,
+        kernels: Any | None,
     ) -> None:
-        self._input_norm = _prepare_norm(block.input_layernorm)
+        self._input_norm = _prepare_norm(block.input_layernorm, kernels)
         self._mixer: Callable[[Tensor, _Place], Tensor] = (
             _StateSpaceStep(block.mixer, cache, dtype=dtype, copies=copies)
             if isinstance(cache, SSMState)
-            else _AttentionStep(block, cache, shape, dtype=dtype, copies=copies, for_graph=for_graph)
+            else _AttentionStep(block, cache, shape, dtype=dtype, copies=copies, for_graph=for_graph, kernels=kernels)
         )
-        self._mlp = (
-            None if block.mlp is None else _prepare_mlp(block.mlp, dtype=dtype, copies=copies, for_graph=for_graph)
-        )
-        self._mlp_norm = None if block.mlp is None else _prepare_norm(block.post_attention_layernorm)
+        self._mlp: Projection | None = None
+        if block.mlp is not None:
+            self._mlp = _prepare_mlp(block.mlp, dtype=dtype, copies=copies, for_graph=for_graph, kernels=kernels)
+            self._mlp_norm = _prepare_norm(block.post_attention_layernorm, kernels)
 
-    def __call__(self, x: Tensor, place: _Place) -> Tensor:
-        x = x + self._mixer(self._input_norm(x), place)
-        if self._mlp is None or self._mlp_norm is None:
-            return x
-        return x + self._mlp(self._mlp_norm(x))
+    def __call__(self, x: Tensor, delta: Tensor | None, place: _Place) -> tuple[Tensor, Tensor]:
+        """Return the residual stream and the output that is still to be added to it, from those of the layer before."""
+        x, normed = self._input_norm(x, delta)
+        mixed = self._mixer(normed, place)
+        if self._mlp is None:
+            return x, mixed
+        x, normed = self._mlp_norm(x, mixed)
+        return x, self._mlp(normed)
 
 
 class _AttentionStep:
@@ -158,11 +179,14 @@ class _AttentionStep:
         dtype: torch.dtype,
         copies: bool,
         for_graph: bool,
+        kernels: Any | None,
     ) -> None:
+        self._kernels = kernels
         attention = block.self_attn
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         self._project = _prepare_projection(projections, dtype=dtype, copies=copies)
         self._project_out = _prepare_projection([attention.o_proj], dtype=dtype, copies=copies)
+        self._value_embed = attention.value_embed
         self._keys, self._values = cache
         self._num_heads, self._num_kv_heads, self._head_size = shape.num_heads, shape.num_kv_heads, shape.head_size
         self._epsilon, self._for_graph = shape.norm_epsilon, for_graph
@@ -177,21 +201,14 @@ class _AttentionStep:
 
     def __call__(self, x: Tensor, place: _Place) -> Tensor:
         heads = self._project(x).unflatten(-1, (-1, self._head_size))
-        num_heads, num_rotated = self._num_heads, self._num_heads + self._num_kv_heads
-        rotated, v = heads[:, :num_rotated], heads[:, num_rotated:]
-        if self._norm_weight is not None:
-            rotated = torch.rms_norm(rotated.float(), (self._head_size,), None, self._epsilon) * self._norm_weight
-            # The modules round here and once more after the rotation.
-            rotated = rotated if self._for_graph else rotated.to(v.dtype)
-        # Equal to `apply_rotary`; the sign of the rotation is in `place.sin`.
-        rotated = (rotated * place.cos + rotated.roll(self._head_size // 2, -1) * place.sin).to(v.dtype)
-        q, k = rotated[:, :num_heads], rotated[:, num_heads:]
-        if isinstance(place.position, int):
-            self._keys.select(2, place.position).copy_(k)
-            self._values.select(2, place.position).copy_(v)
-        else:
-            self._keys[place.rows, :, place.position] = k.to(self._keys.dtype)
-            self._values[place.rows, :, place.position] = v.to(self._values.dtype)
+        v = heads[:, self._num_heads + self._num_kv_heads :]
+        if self._value_embed is not None:
+            v = v + self._value_embed(place.tokens).view_as(v).to(v.dtype)
+        q = (
+            self._update_cache(heads, v, place)
+            if self._kernels is None
+            else self._update_cache_by_kernel(heads, v, place)
+        )
         keys, values = self._keys.narrow(2, 0, place.stop), self._values.narrow(2, 0, place.stop)
         if keys.dtype is not v.dtype:
             keys, values = keys.to(v.dtype), values.to(v.dtype)
@@ -202,6 +219,40 @@ class _AttentionStep:
         else:
             attended = attend(q.unsqueeze(2), keys, values, mask=place.mask, is_causal=False, dropout=0.0)
         return self._project_out(attended.flatten(1))
+
+    def _update_cache_by_kernel(self, heads: Tensor, v: Tensor, place: _Place) -> Tensor:
+        assert self._kernels is not None
+        queries: Tensor = self._kernels.rotate_and_store(
+            heads,
+            v,
+            self._norm_weight,
+            cos=place.cos,
+            sin=place.sin,
+            positions=place.position,
+            key_cache=self._keys,
+            value_cache=self._values,
+            num_heads=self._num_heads,
+            epsilon=self._epsilon,
+        )
+        return queries
+
+    def _update_cache(self, heads: Tensor, v: Tensor, place: _Place) -> Tensor:
+        """Normalise and rotate queries and keys, write keys and values to the cache, and return the queries (B, H, h)."""
+        rotated = heads[:, : self._num_heads + self._num_kv_heads]
+        if self._norm_weight is not None:
+            rotated = torch.rms_norm(rotated.float(), (self._head_size,), None, self._epsilon) * self._norm_weight
+            # The modules round here and once more after the rotation.
+            rotated = rotated if self._for_graph else rotated.to(v.dtype)
+        # Equal to `apply_rotary`; the sign of the rotation is in `place.sin`.
+        rotated = (rotated * place.cos + rotated.roll(self._head_size // 2, -1) * place.sin).to(v.dtype)
+        q, k = rotated[:, : self._num_heads], rotated[:, self._num_heads :]
+        if isinstance(place.position, int):
+            self._keys.select(2, place.position).copy_(k)
+            self._values.select(2, place.position).copy_(v)
+        else:
+            self._keys[place.rows, :, place.position] = k.to(self._keys.dtype)
+            self._values[place.rows, :, place.position] = v.to(self._values.dtype)
+        return q
 
 
 class _StateSpaceStep:
@@ -220,15 +271,21 @@ class _StateSpaceStep:
         return self._project_out(mixed[:, 0])
 
 
-def _prepare_mlp(mlp: nn.Module, *, dtype: torch.dtype, copies: bool, for_graph: bool) -> Projection:
+def _prepare_mlp(
+    mlp: nn.Module, *, dtype: torch.dtype, copies: bool, for_graph: bool, kernels: Any | None
+) -> Projection:
     if isinstance(mlp, Experts):
-        return _prepare_experts(mlp, dtype=dtype, copies=copies, for_graph=for_graph)
+        return _prepare_experts(mlp, dtype=dtype, copies=copies, for_graph=for_graph, kernels=kernels)
     assert isinstance(mlp, MLP | FeedForward)
     project_down = _prepare_projection([mlp.down_proj], dtype=dtype, copies=copies)
     if mlp.gate_proj is None:
         project_up = _prepare_projection([mlp.up_proj], dtype=dtype, copies=copies)
+        if isinstance(mlp, MLP):
+            return lambda x: project_down(F.relu(project_up(x)).square())
         return lambda x: project_down(F.gelu(project_up(x)))
     project = _prepare_projection([mlp.gate_proj, mlp.up_proj], dtype=dtype, copies=copies)
+    if kernels is not None:
+        return lambda x: project_down(kernels.gate(project(x)))
 
     def apply_mlp(x: Tensor) -> Tensor:
         gate, up = project(x).chunk(2, dim=-1)
@@ -237,11 +294,13 @@ def _prepare_mlp(mlp: nn.Module, *, dtype: torch.dtype, copies: bool, for_graph:
     return apply_mlp
 
 
-def _prepare_experts(experts: Experts, *, dtype: torch.dtype, copies: bool, for_graph: bool) -> Projection:
+def _prepare_experts(
+    experts: Experts, *, dtype: torch.dtype, copies: bool, for_graph: bool, kernels: Any | None
+) -> Projection:
     stack = experts.experts
     shared = None
     if experts.shared is not None:
-        shared = _prepare_mlp(experts.shared, dtype=dtype, copies=copies, for_graph=for_graph)
+        shared = _prepare_mlp(experts.shared, dtype=dtype, copies=copies, for_graph=for_graph, kernels=kernels)
     target = dtype if copies and for_graph else stack.up_proj.dtype  # without a copy, each step converts the weights
     gate_proj = None if stack.gate_proj is None else stack.gate_proj.detach().to(target)
     stacks: Stacks = (gate_proj, stack.up_proj.detach().to(target), stack.down_proj.detach().to(target))
@@ -260,15 +319,18 @@ def _prepare_experts(experts: Experts, *, dtype: torch.dtype, copies: bool, for_
     return apply_experts
 
 
-def _prepare_norm(norm: RMSNorm) -> Projection:
+def _prepare_norm(norm: RMSNorm, kernels: Any | None) -> AddNorm:
     shape, weight, epsilon = norm.weight.shape, norm.weight.detach().float(), norm.epsilon
+    if kernels is not None:
+        return lambda x, delta: kernels.add_and_normalise(x, delta, weight, epsilon=epsilon)
 
-    def apply_norm(x: Tensor) -> Tensor:
+    def add_and_normalise(x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        x = x if delta is None else x + delta
         if x.dtype is torch.float32:
-            return torch.rms_norm(x, shape, weight, epsilon)
-        return torch.rms_norm(x.float(), shape, weight, epsilon).to(x.dtype)
+            return x, torch.rms_norm(x, shape, weight, epsilon)
+        return x, torch.rms_norm(x.float(), shape, weight, epsilon).to(x.dtype)
 
-    return apply_norm
+    return add_and_normalise
 
 
 def _prepare_projection(layers: Sequence[nn.Linear], *, dtype: torch.dtype, copies: bool) -> Projection:
@@ -278,6 +340,17 @@ def _prepare_projection(layers: Sequence[nn.Linear], *, dtype: torch.dtype, copi
     weights = [layer.weight.detach().to(dtype) for layer in layers]
     weight = weights[0] if len(weights) == 1 else torch.cat(weights)
     return lambda x: F.linear(x, weight)
+
+
+def _find_kernels(device: torch.device) -> Any | None:
+    """Return the module of Triton kernels; None where there is no Triton or no GPU."""
+    if device.type != "cuda":
+        return None
+    try:
+        from bottega.models.decoder import step_kernels
+    except ImportError:
+        return None
+    return step_kernels
 
 
 def _can_copy_weights(model: Transformer, dtype: torch.dtype) -> bool:

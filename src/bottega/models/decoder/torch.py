@@ -20,7 +20,7 @@ from bottega.models.attention import Attention, RMSNorm, SequenceContext, build_
 from bottega.models.decoder.config import TransformerShape
 from bottega.models.experts.torch import Experts, Routing, drop_initial_experts
 from bottega.models.initial import initialise
-from bottega.models.losses.linear_cross_entropy import linear_cross_entropy
+from bottega.models.losses.linear_cross_entropy import cap_logits, linear_cross_entropy
 from bottega.models.losses.token_loss import IGNORE_INDEX
 from bottega.models.ssm.torch import SSMState, StateSpace
 
@@ -89,24 +89,26 @@ class DecoderCache:
 
 
 class MLP(nn.Module):
-    """SwiGLU feed-forward (Shazeer, 2020)."""
+    """Feed-forward with SwiGLU (Shazeer, 2020), or without a gate and with squared ReLU (So et al., 2021)."""
 
     def __init__(self, shape: TransformerShape) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.gate_proj: nn.Linear | None = None
+        if shape.activation == "swiglu":
+            self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
         self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
         self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_proj(x), self.up_proj(x)
+        gate, up = None if self.gate_proj is None else self.gate_proj(x), self.up_proj(x)
         if torch.compiler.is_compiling():
             # The product is the largest activation of a block and cheap to recompute from its factors: 3 GiB less at
             # 64 x 1,024 tokens. The compiler removes the unused second matrix product.
             return checkpoint(self._project_down, gate, up, use_reentrant=False)
         return self._project_down(gate, up)
 
-    def _project_down(self, gate: Tensor, up: Tensor) -> Tensor:
-        return self.down_proj(F.silu(gate) * up)
+    def _project_down(self, gate: Tensor | None, up: Tensor) -> Tensor:
+        return self.down_proj(F.relu(up).square() if gate is None else F.silu(gate) * up)
 
 
 class Block(nn.Module):
@@ -119,7 +121,7 @@ class Block(nn.Module):
             assert shape.ssm is not None, "checked by the shape"
             self.mixer = StateSpace(shape.ssm)
         else:
-            self.self_attn = Attention(shape)
+            self.self_attn = Attention(shape, has_value_embedding=shape.has_value_embedding(layer))
         self.mlp: nn.Module | None = None
         if shape.has_experts(layer):
             assert shape.experts is not None, "checked by has_experts"
@@ -224,7 +226,9 @@ class Transformer(nn.Module):
         if targets is None:
             output = self.logits(hidden)
         else:
-            output = linear_cross_entropy(hidden.flatten(0, 1), self.head_weight, targets.flatten())
+            output = linear_cross_entropy(
+                hidden.flatten(0, 1), self.head_weight, targets.flatten(), softcap=self.shape.logit_softcap
+            )
         return output if token_mask is None or not routings else (output, routings)
 
     def hidden(
@@ -270,7 +274,7 @@ class Transformer(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits (..., V) of hidden states (..., D)."""
-        return F.linear(hidden, self.head_weight)
+        return cap_logits(F.linear(hidden, self.head_weight), self.shape.logit_softcap)
 
     @property
     def head_weight(self) -> Tensor:
@@ -314,6 +318,7 @@ class Transformer(nn.Module):
         assert documents is None or cache is None, "documents are for training, a cache is for generation"
         # Fields that no layer uses stay None: if they varied, a plain transformer would be compiled again.
         fields: dict[str, Any] = {"token_mask": token_mask if self.shape.experts is not None else None}
+        fields["tokens"] = tokens if self.shape.value_embeddings else None
         if self.shape.has_ssm:
             fields["documents"] = documents
             fields["lengths"] = torch.tensor(lengths, device=tokens.device) if lengths is not None else None
@@ -342,7 +347,7 @@ class Transformer(nn.Module):
         return SequenceContext(cos, sin, is_causal=length > 1, start=start, stop=stop, **fields)
 
 
-def initialise_decoder(model: Transformer, seed: int, *, residual_layers: int) -> None:
+def initialise_decoder(model: Transformer, seed: int, *, residual_layers: int, zero_residual: bool = False) -> None:
     """Initialise every parameter from the seed and its name, and draw the experts that are dropped in the first step."""
-    initialise(model, seed, residual_layers=residual_layers)
+    initialise(model, seed, residual_layers=residual_layers, zero_residual=zero_residual)
     drop_initial_experts(model, seed)

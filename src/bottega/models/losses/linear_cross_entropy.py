@@ -23,14 +23,25 @@ CHUNK_BYTES = {"cuda": 384 << 20, "cpu": 16 << 20}
 """Size of one chunk of logits: enough rows for an efficient matrix product, on a CPU few enough for the caches."""
 
 
+def cap_logits(logits: Tensor, softcap: float | None) -> Tensor:
+    """Return c * tanh(logits / c), between -c and c, for a cap c; the logits themselves without one."""
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
 @torch.compiler.disable
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, ignore_index: int = -100, chunk_rows: int | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    chunk_rows: int | None = None,
 ) -> Tensor:
     """Return the sum over rows of -log softmax(hidden @ weight.T)[target] as a float32 scalar, without ignored targets.
 
-    hidden (N, D), weight (V, D), targets (N); `chunk_rows` is the number of rows per chunk. Never synchronises with the
-    device. Under autocast the products are computed in its dtype, the softmax in float32, and the gradient of the weight is
+    hidden (N, D), weight (V, D), targets (N); `softcap` is that of `cap_logits`, `chunk_rows` the number of rows per
+    chunk. Never synchronises with the device. Under autocast the products are computed in its dtype, the softmax in float32, and the gradient of the weight is
     accumulated in float32.
     """
     device_type = get_device_type(hidden.device)
@@ -44,7 +55,7 @@ def linear_cross_entropy(
     )
     has_grad = torch.is_grad_enabled()
     needs_grad = (has_grad and hidden.requires_grad, has_grad and weight.requires_grad)
-    return _LinearCrossEntropy.apply(hidden, weight, targets, ignore_index, chunk_rows, dtype, needs_grad)
+    return _LinearCrossEntropy.apply(hidden, weight, targets, ignore_index, softcap, chunk_rows, dtype, needs_grad)
 
 
 def _choose_chunk_rows(num_rows: int, vocab_size: int, *, itemsize: int, device_type: str) -> int:
@@ -63,6 +74,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         targets: Tensor,
         ignore_index: int,
+        softcap: float | None,
         chunk_rows: int,
         dtype: torch.dtype,
         needs_grad: tuple[bool, bool],
@@ -79,7 +91,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 rows = slice(start, start + chunk_rows)
                 logits = torch.mm(hidden[rows], weight.T)
                 _compute_losses_and_gradient(
-                    logits, targets[rows], losses[rows], ignore_index=ignore_index, with_gradient=any(needs_grad)
+                    logits,
+                    targets[rows],
+                    losses[rows],
+                    ignore_index=ignore_index,
+                    softcap=softcap,
+                    with_gradient=any(needs_grad),
                 )
                 if grad_hidden is not None:
                     torch.mm(logits, weight, out=grad_hidden[rows])
@@ -96,7 +113,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None if saved is None else saved.to(dtype) * grad.to(dtype)
             for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
-        return (*gradients, None, None, None, None, None)
+        return (*gradients, None, None, None, None, None, None)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -112,18 +129,23 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _compute_losses_and_gradient(
-    logits: Tensor, targets: Tensor, losses: Tensor, *, ignore_index: int, with_gradient: bool
+    logits: Tensor, targets: Tensor, losses: Tensor, *, ignore_index: int, softcap: float | None, with_gradient: bool
 ) -> None:
-    """Fill `losses` of these rows and, with `with_gradient`, turn the logits into softmax - onehot in place."""
+    """Fill `losses` of these rows and, with `with_gradient`, turn the logits into their gradient in place.
+
+    It is softmax - onehot, times the derivative of the cap: 1 - (capped / cap)^2.
+    """
     if is_simulated() and get_device_type(logits.device) == "cuda":
         return  # the kernel below allocates nothing
     if logits.device.type == "cuda" and _has_triton():
         from bottega.models.losses.linear_cross_entropy_kernel import compute_losses_and_gradient
 
-        compute_losses_and_gradient(logits, targets, losses, ignore_index=ignore_index, with_gradient=with_gradient)
+        compute_losses_and_gradient(
+            logits, targets, losses, ignore_index=ignore_index, softcap=softcap, with_gradient=with_gradient
+        )
         return
     # torch's softmax kernels are several times faster than separate logsumexp and exp, which read memory in every pass.
-    float_logits, columns = logits.to(losses.dtype), targets.long()
+    float_logits, columns = cap_logits(logits.to(losses.dtype), softcap), targets.long()
     losses.copy_(F.cross_entropy(float_logits, columns, ignore_index=ignore_index, reduction="none"))
     if with_gradient:
         ignored = columns == ignore_index
@@ -131,6 +153,8 @@ def _compute_losses_and_gradient(
         probabilities.scatter_add_(
             1, columns.masked_fill(ignored, 0)[:, None], float_logits.new_full((len(float_logits), 1), -1.0)
         )
+        if softcap is not None:
+            probabilities *= 1 - (float_logits / softcap).square()
         logits.copy_(probabilities.masked_fill_(ignored[:, None], 0.0))
 
 

@@ -37,6 +37,18 @@ class LanguageModel(Model):
     qk_norm: bool | None = Field(None, description="normalise queries and keys")
     rope_theta: Number | None = Field(None, gt=0, description="base of the rotary position embedding")
     norm_epsilon: Number | None = Field(None, gt=0, description="epsilon of the norms")
+    activation: Literal["swiglu", "relu2"] | None = Field(
+        None, description="feed-forward layers: SwiGLU, or squared ReLU without a gate; null is swiglu"
+    )
+    logit_softcap: Number | None = Field(
+        None, gt=0, description="cap c of the logits: c * tanh(logits / c); null is none"
+    )
+    value_embeddings: bool | None = Field(
+        None, description="every second layer adds an embedding of each token to its value; null is false"
+    )
+    zero_init_residual: bool | None = Field(
+        None, description="start with zeros in the projections that write into the residual stream; null is false"
+    )
     num_experts: Positive | None = Field(None, description="experts of a layer; null is 8 for moe, else none")
     experts_per_token: Positive | None = Field(None, description="experts each token is routed to; null is 2")
     expert_size: Positive | None = Field(
@@ -71,7 +83,7 @@ class LanguageModel(Model):
 
     def get_explicit_dimensions(self) -> dict[str, Any]:
         """Return the dimensions that the recipe sets itself, without those of a size or of pretrained weights."""
-        values = self.model_dump(exclude={"kind", "size", "from_"})
+        values = self.model_dump(exclude={"kind", "size", "from_", "zero_init_residual"})
         return {key: value for key, value in values.items() if value is not None}
 
 

@@ -35,6 +35,8 @@ class Language(Task):
     shape: TransformerShape
     pretrained: str | None = None
     """Local folder or hub name of the weights to start from."""
+    zero_init_residual: bool = False
+    """Whether the projections that write into the residual stream start as zeros."""
     balance_weight: float = 0.01
     """Weight of the load-balancing loss, if experts are balanced by a loss."""
     z_weight: float = 0.001
@@ -45,7 +47,8 @@ class Language(Task):
             "bottega.models.decoder.torch:Transformer",
             self.shape,
             initial=Initial(
-                "bottega.models.decoder.torch:initialise_decoder", {"residual_layers": self.shape.num_layers}
+                "bottega.models.decoder.torch:initialise_decoder",
+                {"residual_layers": self.shape.num_layers, "zero_residual": self.zero_init_residual},
             ),
             pretrained=self.pretrained,
             load="bottega.models.folders.pretrained:fetch_weights",

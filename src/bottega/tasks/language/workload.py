@@ -101,9 +101,11 @@ class LanguageWorkload(Workload):
         self.shape = shape or resolve_decoder_shape(recipe, tokenizer.vocab_size)
         self.sequence_length = recipe.data.sequence_length or self.shape.context
         base_folder = find_base_folder(recipe, processor_folder=processor_folder)
-        loss_weights = recipe.model.model_dump(include={"balance_weight", "z_weight"}, exclude_none=True)
+        options = {"balance_weight", "z_weight", "zero_init_residual"}
         self.task: Language = Language(
-            shape=self.shape, pretrained=str(base_folder) if base_folder else None, **loss_weights
+            shape=self.shape,
+            pretrained=str(base_folder) if base_folder else None,
+            **recipe.model.model_dump(include=options, exclude_none=True),
         )
         self.metrics = (*type(self).metrics, *self.task.evaluation_metrics)
         self.data = TableData(
