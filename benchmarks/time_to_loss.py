@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,21 +35,26 @@ HELD_BACK = slice(4, None, 10)
 class Corpus:
     """Data, shape and length of the runs."""
 
+    recipe: str
+    """The bundled recipe for data of this size."""
     words: str
+    batch_size: int
     steps: int
     rates: tuple[float, ...]
 
 
 CORPORA = {
     "novels": Corpus(
+        "language/verse",
         "data.train.kind=jsonl data.train.path=train.jsonl data.train.field=text data.validation.kind=jsonl "
         "data.validation.path=valid.jsonl data.validation.field=text data.validation.split=null data.tokenizer.kind=bpe "
         "data.tokenizer.vocab_size=8192 model.size=null model.num_layers=8 model.hidden_size=512 model.num_heads=4 "
-        "model.num_kv_heads=4 model.head_size=128 model.intermediate_size=1376 model.context=512 batch_size=128",
+        "model.num_kv_heads=4 model.head_size=128 model.context=512 batch_size=128",
+        128,
         500,
         (1e-3, 2e-3, 4e-3),
     ),
-    "embedded": Corpus("", 600, (1.5e-3, 3e-3, 6e-3)),
+    "embedded": Corpus("language", "", 16, 600, (1.5e-3, 3e-3, 6e-3)),
 }
 
 
@@ -57,8 +62,8 @@ CORPORA = {
 class Method:
     """A recipe with overrides, or the plain loop, and its lengths."""
 
-    recipe: str | None
-    """None is the plain loop."""
+    recipe: str | None = ""
+    """Empty is the recipe of the corpus, None the plain loop."""
     overrides: str = ""
     fractions: tuple[float, ...] = (1.0,)
     """Fractions of the baseline's tokens."""
@@ -66,18 +71,37 @@ class Method:
 
 COSINE = "training.scheduler={name: cosine, warmup_steps: '10%', min_ratio: 0.1}"
 DECAY = "training.scheduler={name: wsd, warmup_steps: '5%', decay_fraction: 0.6}"
+MUON = f"'training.optimizer={{name: muon, momentum: 0.95, betas: [0.9, 0.95]}}' weight_decay=0.1 '{DECAY}'"
 METHODS = {
     "gpt2": Method(None),
-    "default": Method("language", fractions=(0.7, 0.5)),
+    "default": Method(fractions=(0.7, 0.5)),
+    "speedrun": Method("language/speedrun", fractions=(0.5, 0.4, 0.33)),
 }
 ROWS = {
-    "adamw": Method(
-        "language", f"'training.optimizer={{name: adamw, betas: [0.9, 0.95]}}' weight_decay=0.1 '{COSINE}'"
+    "adamw": Method(overrides=f"'training.optimizer={{name: adamw, betas: [0.9, 0.95]}}' weight_decay=0.1 '{COSINE}'"),
+    "muon-cosine": Method(
+        overrides=f"'training.optimizer={{name: muon, momentum: 0.95, betas: [0.9, 0.95]}}' weight_decay=0.1 '{COSINE}'",
     ),
-    "muon": Method("language", f"'training.optimizer={{name: muon, betas: [0.9, 0.95]}}' weight_decay=0.1 '{COSINE}'"),
-    "decay": Method("language", f"'training.optimizer={{name: muon, betas: [0.9, 0.95]}}' weight_decay=0.1 '{DECAY}'"),
+    "muon": Method(overrides=MUON),
+    "momentum-0.9": Method(overrides=MUON.replace("momentum: 0.95", "momentum: 0.9")),
+    "decay-0": Method(overrides=MUON.replace("weight_decay=0.1", "weight_decay=0")),
+    "zero-init": Method(overrides=f"{MUON} model.zero_init_residual=true"),
+    "untied": Method(overrides=f"{MUON} model.tie_embeddings=false"),
+    "embeddings-x3": Method(
+        overrides=f"{MUON} 'training.groups=[{{pattern: .*embed.*, scale: 3.0}}, {{pattern: .*, scale: 1.0}}]'"
+    ),
+    "embeddings-x0.3": Method(
+        overrides=f"{MUON} 'training.groups=[{{pattern: .*embed.*, scale: 0.3}}, {{pattern: .*, scale: 1.0}}]'"
+    ),
+    "batch-warm-up": Method(
+        overrides=f"{MUON} 'data.curriculum.stages=[{{steps: 20%, batch_size: HALF}}, {{steps: 80%, batch_size: REST}}]'",
+    ),
+    "softcap": Method(overrides=f"{MUON} model.logit_softcap=15"),
+    "relu2": Method(overrides=f"{MUON} model.activation=relu2"),
+    "value-embeddings": Method(overrides=f"{MUON} model.value_embeddings=true"),
+    "relu2-values": Method(overrides=f"{MUON} model.activation=relu2 model.value_embeddings=true"),
 }
-"""One change at a time, from AdamW in our architecture on."""
+"""One change at a time: from AdamW in our architecture to Muon with a late decay, and from there each of the others."""
 ALL_METHODS = {**METHODS, **ROWS}
 
 
@@ -87,18 +111,23 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--methods", help="names of methods, separated by commas")
     parser.add_argument("--rows", action="store_true", help="one change at a time instead of the recipes")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=3, help="0 is the sweep alone, whose seconds are not comparable")
     parser.add_argument("--steps", type=int, help="length of the baseline; default: that of the corpus")
+    parser.add_argument("--rates", type=float, nargs="+", help="learning rates of the sweep; one: no sweep")
     parser.add_argument("--jobs", type=int, default=3, help="runs of the sweep side by side; the final runs are alone")
     arguments = parser.parse_args()
     corpus = CORPORA[arguments.corpus]
+    if arguments.rates:
+        corpus = replace(corpus, rates=tuple(arguments.rates))
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         if arguments.corpus == "novels":
             write_novels(folder)
         bench = Bench(folder, corpus, arguments.device, arguments.steps or corpus.steps)
         names = (
-            arguments.methods.split(",") if arguments.methods else ["gpt2", *(ROWS if arguments.rows else ["default"])]
+            arguments.methods.split(",")
+            if arguments.methods
+            else ["gpt2", *(ROWS if arguments.rows else ["default", "speedrun"])]
         )
         report = bench.compare(names, seeds=arguments.seeds, jobs=arguments.jobs)
     print_table(report)
@@ -136,7 +165,13 @@ class Bench:
             losses = {rate: r["loss"] for (n, rate), r in zip(sweep, results, strict=True) if n == name}
             rates[name] = min(losses, key=lambda rate: losses[rate])
         rows = [(name, fraction) for name in methods for fraction in ALL_METHODS[name].fractions]
+        if not seeds:
+            rows = [(name, first_fractions[name]) for name in methods]
         runs: dict[tuple[str, float], list[dict[str, Any]]] = {row: [] for row in rows}
+        if not seeds:
+            for (name, rate), result in zip(sweep, results, strict=True):
+                if rate == rates[name]:
+                    runs[name, first_fractions[name]].append(result)
         for seed in range(seeds):  # interleaved
             for name, fraction in rows:
                 runs[name, fraction].append(self.run(name, fraction, rates[name], seed=seed))
@@ -161,7 +196,7 @@ class Bench:
         return result
 
     def _run_plain(self, num_steps: int, rate: float, seed: int) -> dict[str, Any]:
-        words = f"language {self.corpus.words} device={self.device}"
+        words = f"{self.corpus.recipe} {self.corpus.words} device={self.device}"
         command = [sys.executable, str(HERE / "plain_gpt2.py"), "--words", words, "--steps", str(num_steps)]
         output = run_command([*command, "--learning-rate", str(rate), "--seed", str(seed)], self.folder)
         result = json.loads(output.splitlines()[-1])
@@ -169,8 +204,10 @@ class Bench:
 
     def _run_recipe(self, label: str, method: Method, num_steps: int, rate: float, seed: int) -> dict[str, Any]:
         name = f"{label}-{num_steps}-{rate:g}-{seed}"
+        size = self.corpus.batch_size
+        overrides = method.overrides.replace("HALF", str(size // 2)).replace("REST", str(round(1.125 * size)))
         words = (
-            f"{method.recipe} {self.corpus.words} {method.overrides} device={self.device} name={name} seed={seed} max_steps={num_steps} learning_rate={rate} "
+            f"{method.recipe or self.corpus.recipe} {self.corpus.words} {overrides} device={self.device} name={name} seed={seed} max_steps={num_steps} learning_rate={rate} "
             f"evaluation.every={max(1, num_steps // 10)} evaluation.max_batches=null compile={str(self.device == 'cuda').lower()} "
             "samples.every=null checkpoint.every=null logging.tensorboard=false logging.report=false logging.modules=false --quiet --fresh"
         )
