@@ -38,6 +38,22 @@ def test_logits_and_gradients_equal_those_of_a_dense_product() -> None:
     torch.testing.assert_close(model.ngrams.weight.grad, table.grad)
 
 
+def test_neighbouring_buckets_share_a_row() -> None:
+    ids, weights = make_inputs()
+    shared = NgramClassifier(NgramShape(num_buckets=N, num_labels=K, buckets_per_row=4))
+    assert shared.ngrams.weight.shape == (8, K)
+    torch.nn.init.normal_(shared.ngrams.weight)
+    torch.nn.init.normal_(shared.ngrams.bias)
+    own = NgramClassifier(NgramShape(num_buckets=N, num_labels=K))
+    own.load_state_dict(
+        {
+            "ngrams.weight": shared.ngrams.weight.repeat_interleave(4, dim=0)[:N],
+            "ngrams.bias": shared.ngrams.bias,
+        }
+    )
+    torch.testing.assert_close(shared(ids, weights), own(ids, weights))
+
+
 def test_padding_has_no_influence() -> None:
     ids, weights = make_inputs()
     model = NgramClassifier(NgramShape(num_buckets=N, num_labels=K))

@@ -17,7 +17,8 @@ from bottega.core.errors import DataError, UsageError
 from bottega.data.text.ngrams import IDF_FILE, count_ngrams
 from bottega.models.text_classifier.config import EncoderShape, KimShape, NgramShape
 from bottega.tasks import registry
-from bottega.tasks.recipes import load_recipe
+from bottega.tasks.classify.text_shape import resolve_text_classifier_shape
+from bottega.tasks.recipes import check_recipe, load_recipe
 
 STEPS = {"training.max_steps": 40, "evaluation.every": 20, "checkpoint.every": 20}
 
@@ -85,7 +86,7 @@ def test_a_damaged_weighting_is_reported_in_one_line(
 def test_an_export_describes_the_network_in_full(trained: Path) -> None:
     final = bottega.load(trained, device="cpu").export()
     config = json.loads((final / "config.json").read_text())
-    assert config["shape"] == {"kind": "ngrams", "num_buckets": 4096, "num_labels": 3}
+    assert config["shape"] == {"kind": "ngrams", "num_buckets": 4096, "num_labels": 3, "buckets_per_row": 1}
     assert config["ngrams"] == {"words": 2, "characters": [3, 5], "buckets": 4096}
     assert np.load(final / IDF_FILE, allow_pickle=False).shape == (4096,)
 
@@ -116,6 +117,20 @@ def test_several_labels_are_learned(tmp_path: Path) -> None:
     values = small_texts.settings(tmp_path, "ngrams", **STEPS)
     values |= {"data.train.path": str(path), "data.multi_label": True, "evaluation.metric": "macro_f1"}
     assert bottega.train("classify", values).metrics["macro_f1"] > 0.7
+
+
+@pytest.mark.parametrize(
+    ("num_classes", "num_buckets", "buckets_per_row"),
+    [(3, None, 1), (16, None, 1), (17, None, 2), (52, None, 4), (10_000, None, 8), (52, 4096, 1)],
+)
+def test_many_classes_share_rows_unless_the_recipe_sets_the_buckets(
+    num_classes: int, num_buckets: int | None, buckets_per_row: int
+) -> None:
+    recipe: Any = check_recipe(["classify", {"model.num_buckets": num_buckets}]).recipe
+    shape = resolve_text_classifier_shape(recipe, 100, [str(i) for i in range(num_classes)])
+    assert shape == NgramShape(
+        num_buckets=num_buckets or 1 << 18, num_labels=num_classes, buckets_per_row=buckets_per_row
+    )
 
 
 @pytest.mark.parametrize(("kind", "shape"), [("ngrams", NgramShape), ("cnn", KimShape), ("transformer", EncoderShape)])

@@ -31,6 +31,8 @@ class NgramShape(BaseModel):
     kind: Literal["ngrams"] = "ngrams"
     num_buckets: int = Field(gt=1)
     num_labels: int = Field(gt=1)
+    buckets_per_row: int = Field(1, gt=0)
+    """Neighbouring buckets that share a row of class weights."""
 
     @property
     def max_positions(self) -> None:
@@ -52,6 +54,8 @@ class KimShape(BaseModel):
     dropout: float = Field(0.5, ge=0, lt=1)
     num_buckets: int | None = Field(None, gt=1)
     """Buckets of n-grams of the wide part; None leaves that part out."""
+    buckets_per_row: int = Field(1, gt=0)
+    """Neighbouring buckets of the wide part that share a row of class weights."""
 
     @property
     def num_features(self) -> int:
@@ -79,6 +83,8 @@ class EncoderShape(BaseModel):
     attention_dropout: float = Field(0.0, ge=0, lt=1)
     num_buckets: int | None = Field(None, gt=1)
     """Buckets of n-grams of the wide part; None leaves that part out."""
+    buckets_per_row: int = Field(1, gt=0)
+    """Neighbouring buckets of the wide part that share a row of class weights."""
 
     @model_validator(mode="after")
     def _check_head_size(self) -> EncoderShape:

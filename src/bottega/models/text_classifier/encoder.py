@@ -38,7 +38,7 @@ class TextClassifier(nn.Module):
             block.self_attn.dropout = shape.attention_dropout  # type: ignore[union-attr]
         self.norm = RMSNorm(shape.hidden_size, self.transformer_shape.norm_epsilon)
         self.head = nn.Linear(shape.hidden_size, shape.num_labels)
-        self.ngrams = build_wide_part(shape.num_buckets, shape.num_labels)
+        self.ngrams = build_wide_part(shape)
         self.checkpoint_blocks = False
         self.reset_buffers()
 

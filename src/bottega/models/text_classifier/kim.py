@@ -36,7 +36,7 @@ class Kim(nn.Module):
             nn.Conv1d(shape.embed_size, shape.num_filters, width) for width in shape.filter_sizes
         )
         self.head = nn.Linear(shape.num_features, shape.num_labels)
-        self.ngrams = build_wide_part(shape.num_buckets, shape.num_labels)
+        self.ngrams = build_wide_part(shape)
         self.checkpoint_blocks = False
 
     def forward(self, ids: Tensor, mask: Tensor, *ngrams: Tensor) -> Tensor:

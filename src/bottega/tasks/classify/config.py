@@ -65,7 +65,7 @@ class ClassifyModel(Model):
         None,
         ge=MIN_BUCKETS,
         le=MAX_BUCKETS,
-        description="ngrams, wide: rows of the table that n-grams are hashed to; null is 262144",
+        description="ngrams, wide: rows of the table that n-grams are hashed to; null is 262144, fewer with more than 16 classes",
     )
     word_dropout: Dropout = Field(
         0.0, description="transformer, cnn: fraction of the tokens replaced by the unknown token during training"
