@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from bottega.callbacks.console import Console
 from bottega.callbacks.early_stopping import EarlyStopping, ReduceOnPlateau
 from bottega.callbacks.jsonl import JsonLines, ModuleLines
@@ -115,7 +117,9 @@ def build_plain_loader(recipe: Recipe, source: Source, *, data_size: int, order:
         batch_size=loader.batch_size,
         batch_multiplier=loader.batch_size // recipe.training.batch_size,
     )
-    ranking = rank_samples(source, curriculum.by)
+    has_harder_samples = any(stage.num_samples < len(source) for stage in stages)
+    # Stages of other batch sizes or rates alone need no difficulty, which packed text does not have.
+    ranking = rank_samples(source, curriculum.by) if has_harder_samples else np.arange(len(source))
     return replace(loader, order=CurriculumOrder(ranking, stages, seed=recipe.seed))
 
 

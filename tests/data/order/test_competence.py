@@ -207,6 +207,15 @@ def test_each_stage_has_its_fraction_batch_size_and_learning_rate(medium: Any, t
         assert rate == peak * shape(step)
 
 
+def test_stages_of_all_samples_need_no_difficulty(tmp_path: Path, text_file: Path) -> None:
+    """Windows of packed text have one length, so that `by: length`, the default, would be refused."""
+    stages = [{"steps": "50%", "batch_size": 2}, {"steps": "50%", "batch_size": 6}]
+    run = small_run.train(tmp_path, text_file, **{"data.curriculum": {"stages": stages}, "training.max_steps": 8})
+    assert json.loads((run.path / "checkpoints" / "last" / "progress.json").read_text())["samples"] == 4 * 2 + 4 * 6
+    with pytest.raises(UsageError, match="all samples have the same length"):
+        small_run.train(tmp_path, text_file, **{"data.curriculum": {"stages": [{"share": 0.5, "steps": 2}, *stages]}})
+
+
 @pytest.mark.parametrize("medium", MEDIA, ids=lambda m: m.__name__)
 @pytest.mark.parametrize("kind", ["stages", "competence"])
 def test_a_curriculum_resumes_bit_for_bit(medium: Any, kind: str, tmp_path: Path) -> None:
