@@ -1,4 +1,4 @@
-"""Draw docs/images/quickstart.svg from the log of a real run: python docs/images/quickstart.py runs/language-df1b11"""
+"""Draw docs/images/quickstart.svg from the log of a real run: python docs/images/quickstart.py runs/language-0d3322"""
 
 from __future__ import annotations
 
