@@ -42,7 +42,7 @@ CASES = {
         "model.ssm_head_size=32",
     ),
     "unet": ("unet", "image model.backbone=unet model.stages=2"),
-    "classify": ("encoder", "classify"),
+    "classify/transformer": ("encoder", "classify/transformer"),
     "classify/cnn": ("text-cnn", "classify/cnn"),
     "classify/image": ("convnet", "classify/image"),
     "classify/spiking": ("spiking", "classify/spiking"),

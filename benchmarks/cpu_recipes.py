@@ -115,7 +115,16 @@ def build_bare_optimizer(model: Any, options: Any) -> list[Any]:
     others = [p for _, p in parameters if not is_muon or all(p is not h for h in hidden)]
     optimizers: list[Any] = [torch.optim.AdamW(others, lr=rate, betas=betas, weight_decay=decay, fused=True)]
     if is_muon:
-        optimizers.append(torch.optim.Muon(hidden, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw"))
+        optimizers.append(
+            torch.optim.Muon(
+                hidden,
+                lr=rate,
+                weight_decay=decay,
+                momentum=options.optimizer.momentum,
+                nesterov=options.optimizer.nesterov,
+                adjust_lr_fn="match_rms_adamw",
+            )
+        )
     return optimizers
 
 

@@ -6,7 +6,7 @@
     python benchmarks/muon.py fashion --data fashion-mnist/ --set max_steps=4000 --jobs 3    # image/fashion, on a GPU
 
 The recipe's optimizer is replaced, and nothing else. The learning rate of each optimizer is chosen by the same sweep on one
-seed, by the measure of the case; then both are trained with each seed. Muon is also trained with fractions of the steps, with
+seed, by the measure of the case on the validation split; then both are trained with each seed. Muon is also trained with fractions of the steps, with
 schedules of that length. Generators are measured by the Frechet distance of a judge, one for all runs; classifiers by the
 accuracy of the last evaluation. Prints a line a run, a table and one line of JSON.
 """
@@ -81,10 +81,12 @@ class Bench:
     settings: tuple[str, ...]
     steps: int
 
-    def measure(self, optimizer: str, rate: float, *, seed: int, fraction: float = 1.0) -> dict[str, Any]:
+    def measure(
+        self, optimizer: str, rate: float, *, seed: int, fraction: float = 1.0, split: str = "validation"
+    ) -> dict[str, Any]:
         """Train and evaluate once; return the measure and the seconds of all steps."""
         steps = round(self.steps * fraction)
-        name = f"{optimizer}-{rate:g}-{seed}-{steps}"
+        name = f"{optimizer}-{rate:g}-{seed}-{steps}-{split}"
         self.call(
             *("train", *self.words(), *self.settings, f"name={name}", f"seed={seed}", f"max_steps={steps}"),
             *(f"training.optimizer={OPTIMIZERS[optimizer]}", f"training.learning_rate={rate:g}"),
@@ -93,9 +95,7 @@ class Bench:
         )
         run = self.folder / "runs" / name
         count = [] if self.case.count is None else ["--count", str(self.case.count)]
-        result = json.loads(
-            self.call("evaluate", str(run), "--checkpoint", "last", "--split", self.case.split, *count, "--json")
-        )
+        result = json.loads(self.call("evaluate", str(run), "--checkpoint", "last", "--split", split, *count, "--json"))
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
         seconds = statistics.median([row["step_seconds"] for row in rows if row["kind"] == "train"][1:])
         losses = [row["loss"] for row in rows if row["kind"] == "eval"]
@@ -169,10 +169,12 @@ def main() -> None:
             for seed in range(arguments.seeds)
             for optimizer, fractions in FRACTIONS.items()
             for fraction in fractions
-            if (fraction, seed) != (1.0, 0)
         ]
-        rows = [row for row in sweep if row["rate"] == rates[row["optimizer"]]]
-        rows += pool.map(lambda run: bench.measure(run[0], rates[run[0]], seed=run[2], fraction=run[1]), final)
+        rows = list(
+            pool.map(
+                lambda run: bench.measure(run[0], rates[run[0]], seed=run[2], fraction=run[1], split=case.split), final
+            )
+        )
     print_table(case, rows)
     print(json.dumps({"bench": "muon", "case": arguments.case, "rates": rates, "sweep": sweep, "rows": rows}))
 

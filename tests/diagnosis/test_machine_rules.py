@@ -267,6 +267,17 @@ def test_idle_gpu_that_auto_did_not_compile(tmp_path: Path, flags: list[float], 
     assert finding.override != "training.compile=true", "it was asked for, and the compiler failed"
 
 
+def test_idle_gpu_whose_compiler_failed_is_not_told_to_compile(tmp_path: Path) -> None:
+    run = copy_gpu_run("batch-of-32", tmp_path)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    failure = {"compiled": 0.0, "compile_failed": 1.0}
+    lines = (json.dumps({**row, **failure} if row["kind"] == "train" else row) + "\n" for row in rows)
+    (run / "metrics.jsonl").write_text("".join(lines))
+    finding = find(run, "idle-gpu")
+    assert finding is not None
+    assert finding.override != "training.compile=true"
+
+
 def test_gpu_that_waits_for_data_is_slow_data(tmp_path: Path) -> None:
     run = copy_gpu_run("batch-of-32", tmp_path)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -198,11 +198,11 @@ def test_a_resumed_run_continues_in_the_mode_of_its_checkpoint(is_compiled: bool
     for total in (20, 10**6):
         engine = Timed()
         callback, recorder = build(engine, deterministic=deterministic)
-        callback.load_state_dict({"compiled": is_compiled, "failed": False, "since": 5})
+        callback.load_state_dict({"compiled": is_compiled, "failed": False})
         callback.start(Progress(total=total, step=10))
         assert engine.is_compiled == is_compiled
         assert recorder.notes == [f"training.compile: auto is {'on' if is_compiled else 'off'}, as in the checkpoint"]
-        assert callback.state_dict() == {"compiled": is_compiled, "failed": False, "since": 5}
+        assert callback.state_dict() == {"compiled": is_compiled, "failed": False}
 
 
 @pytest.mark.usefixtures("cost")
@@ -211,7 +211,7 @@ def test_the_compiler_is_not_tried_again_after_a_resume(switch: Any) -> None:
     engine = Timed()
     engine.is_compiled = True
     callback, _ = build(engine, **{"training.compile": switch})
-    callback.load_state_dict({"compiled": False, "failed": True, "since": 5})
+    callback.load_state_dict({"compiled": False, "failed": True})
     callback.start(Progress(total=10**6, step=10))
     assert not engine.is_compiled
 
@@ -220,7 +220,7 @@ def test_the_compiler_is_not_tried_again_after_a_resume(switch: Any) -> None:
 def test_a_value_in_the_recipe_replaces_the_mode_of_the_checkpoint() -> None:
     engine = Timed()
     callback, recorder = build(engine, **{"training.compile": True})
-    callback.load_state_dict({"compiled": False, "failed": False, "since": 0})
+    callback.load_state_dict({"compiled": False, "failed": False})
     callback.start(Progress(total=20, step=10))
     assert engine.is_compiled
     assert recorder.notes == []
@@ -234,11 +234,12 @@ def test_a_failure_is_said_once_and_recorded() -> None:
     callback.start(progress)
     engine.is_compiled, engine.compile_error = False, "RuntimeError: Failed to find C compiler"
     for _ in range(3):
-        assert log(callback, progress, seconds=1.0)["compiled"] == 0.0
+        metrics = log(callback, progress, seconds=1.0)
+        assert (metrics["compiled"], metrics["compile_failed"]) == (0.0, 1.0)
     assert recorder.warnings == [
         "training.compile: RuntimeError: Failed to find C compiler; training continues without compiling"
     ]
-    assert callback.state_dict() == {"compiled": False, "failed": True, "since": 10}
+    assert callback.state_dict() == {"compiled": False, "failed": True}
 
 
 @pytest.mark.usefixtures("cost")
@@ -255,6 +256,24 @@ def test_a_rollback_returns_to_the_mode_of_its_checkpoint() -> None:
     callback.load_state_dict(state)
     callback.rewind(progress)
     assert not engine.is_compiled
+
+
+@pytest.mark.usefixtures("cost")
+@pytest.mark.parametrize("switch", ["auto", True])
+def test_a_rollback_does_not_try_a_failed_compiler_again(switch: Any) -> None:
+    engine = Timed()
+    callback, recorder = build(engine, **{"training.compile": switch})
+    progress = Progress(total=10**6)
+    callback.start(progress)
+    state = callback.state_dict()
+    engine.is_compiled, engine.compile_error = False, "RuntimeError: no compiler"
+    log(callback, progress, seconds=1.0)
+    callback.load_state_dict({**state, "compiled": True})
+    callback.rewind(progress)
+    assert not engine.is_compiled
+    log(callback, progress, seconds=1.0)
+    assert len([text for text in recorder.warnings if "RuntimeError: no compiler" in text]) == 1
+    assert callback.state_dict()["failed"]
 
 
 # Whole runs on a CPU

@@ -117,6 +117,8 @@ def _count_samples_per_pass(record: RunRecord) -> int | None:
 
 def _is_eager(record: RunRecord) -> bool:
     """Return whether the last steps ran without compiling, by the recipe or because `auto` chose so; not if the compiler failed."""
+    if record.log.get("train", "compile_failed") is not None:
+        return False
     if record.get("training.compile") is not True and record.log.get("train", "compiled") is not None:
         _, flags = get_metric(record, "train", "compiled", minimum=1)
         return not flags[-1]

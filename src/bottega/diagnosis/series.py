@@ -180,7 +180,7 @@ def _get_update_ratios(record: RunRecord) -> list[Series]:
     The weights over n-grams start at 0, so that after n steps an update is about 1 / n of them at any learning rate.
     """
     recorded = record.modules.series.get("update_ratio", {})
-    modules = {name: series for name, series in recorded.items() if name != NGRAM_MODULE}
+    modules = {name: series for name, series in recorded.items() if name.rpartition(".")[2] != NGRAM_MODULE}
     if not modules:
         raise NotRecorded(f"no update-to-weight ratios{explain_missing_modules(record)}")
     return list(modules.values())

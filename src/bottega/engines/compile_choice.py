@@ -65,6 +65,7 @@ KINDS = {
     "bottega.models.decoder": "decoder",
     "bottega.models.text_classifier.encoder": "encoder",
     "bottega.models.text_classifier.kim": "text-cnn",
+    "bottega.models.text_classifier.ngrams": "ngrams",
     "bottega.models.text_classifier.pretrained": "pretrained-encoder",
     "bottega.models.convnet": "convnet",
     "bottega.models.spiking": "spiking",
@@ -74,8 +75,9 @@ KINDS = {
     "bottega.models.recall": "recall",
     "bottega.models.frozen": "personalize",
 }
-"""Module of an architecture -> kind of model in `COSTS`; the others are "other"."""
-PARTS_COMPILED = ("decoder", "ssm", "dit", "unet", "encoder")
+"""Module of an architecture -> kind of model in `COSTS`; the others are "other". A linear model over n-grams has nothing to fuse and
+is in no table, so that `auto` never compiles it."""
+COMPILED_PARTS = ("decoder", "ssm", "dit", "unet", "encoder")
 """Kinds that are compiled as a part of a multitask model."""
 
 
@@ -87,7 +89,8 @@ class CompileChoice(NamedTuple):
 
 
 def is_compilable(task: Task) -> bool:
-    """Return whether an engine may compile the model: not if the task calls it with other weights, or sets hooks in it."""
+    """Return whether an engine may compile the model: not if the task calls it with other weights, sets hooks in it, or
+    back-propagates its terms one by one."""
     return not (task.needs_unwrapped_model or task.gradient_surgery)
 
 
@@ -98,9 +101,9 @@ def find_cost(task: Task, device_type: str) -> CompileCost | None:
         return None
     spec = task.specs()["model"]
     if not spec.parts:
-        return costs[_find_kind(spec)]
+        return costs.get(_find_kind(spec))
     kinds = [_find_kind(part) for part in spec.parts.values()]
-    return _add_costs([costs[kind] for kind in kinds if kind in PARTS_COMPILED])
+    return _add_costs([costs[kind] for kind in kinds if kind in COMPILED_PARTS])
 
 
 def _find_kind(spec: ModelSpec) -> str:

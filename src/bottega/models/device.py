@@ -39,7 +39,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def uses_bfloat16(device: torch.device | str, precision: str) -> bool:
-    """Return whether samples are computed in bfloat16: on a CUDA device, if the run was trained in that precision."""
+    """Return whether samples are computed in bfloat16: on a CUDA device, unless the recipe asks for another `precision`."""
     return torch.device(device).type == "cuda" and precision in ("auto", "bf16") and torch.cuda.is_bf16_supported()
 
 

@@ -36,8 +36,7 @@ class AutoCompile(Callback):
         self.recipe, self.engine, self.console = recipe, engine, console
         self.cost = find_cost(engine.task, engine.device_type)
         self._saved: dict[str, Any] = {}
-        self._has_failed, self._since = False, 0
-        """Whether the compiler has failed, and the step after which the mode last changed."""
+        self._has_failed = False
         self._eager_seconds = math.inf
         self._start_timing(0, is_done=True)
 
@@ -48,33 +47,36 @@ class AutoCompile(Callback):
         choice = choose_at_start(engine.task, recipe.training, device_type=engine.device_type, num_steps=num_steps)
         engine.is_compiled = choice.is_compiled
         if is_resumed:
-            self._restore(progress)
+            self._restore()
         if is_auto and progress.step < progress.total:
             mode = "on" if engine.is_compiled else "off"
             resumed_note = f"training.compile: auto is {mode}, as in the checkpoint"
             self.console.info(resumed_note if is_resumed or choice.note is None else choice.note)
         self._start_timing(progress.step, is_done=not is_auto or recipe.deterministic or engine.is_compiled)
 
-    def _restore(self, progress: Progress) -> None:
+    def _restore(self) -> None:
         """Return to the mode of the checkpoint; a mode that the recipe sets stays, unless the compiler has failed."""
-        self._has_failed, self._since = bool(self._saved.get("failed")), int(self._saved.get("since", 0))
+        # A failure after the checkpoint stays known when the run rolls back to it.
+        self._has_failed = self._has_failed or bool(self._saved.get("failed"))
         if self.recipe.training.compile == "auto":
-            self.engine.is_compiled = bool(self._saved["compiled"])
+            self.engine.is_compiled = bool(self._saved["compiled"]) and not self._has_failed
         elif self._has_failed:
             self.engine.is_compiled = False
             self.console.warn("training.compile: the compiler failed earlier in this run, which continues without it")
 
     def rewind(self, progress: Progress) -> None:
         if "compiled" in self._saved:
-            self._restore(progress)
+            self._restore()
         self._start_timing(progress.step, is_done=self._is_done)
 
     def after_step(self, progress: Progress, metrics: dict[str, float]) -> None:
         engine = self.engine
         metrics["compiled"] = float(engine.is_compiled)
         if engine.compile_error is not None and not engine.is_compiled and not self._has_failed:
-            self._has_failed, self._is_done, self._since = True, True, progress.step
+            self._has_failed, self._is_done = True, True
             self.console.warn(f"training.compile: {engine.compile_error}; training continues without compiling")
+        if self._has_failed:
+            metrics["compile_failed"] = 1.0
         step_seconds = None if self._is_done else self._time_steps(progress, metrics)
         if step_seconds is None:
             return
@@ -106,7 +108,7 @@ class AutoCompile(Callback):
         self._start_timing(progress.step, is_done=True)
         if not self._decide(self.cost.pays(num_steps, step_seconds)):
             return
-        self._switch(progress, is_compiled=True)
+        self.engine.is_compiled = True
         self._start_timing(progress.step, is_done=False)
         self._eager_seconds = step_seconds
         saving = self.cost.estimate_saving(num_steps, step_seconds)
@@ -119,7 +121,7 @@ class AutoCompile(Callback):
         """Return to eager steps if compiled ones turn out to be slower."""
         self._is_done = True
         if self._decide(step_seconds > self._eager_seconds):
-            self._switch(progress, is_compiled=False)
+            self.engine.is_compiled = False
             self.console.info(
                 f"training.compile: auto is off from step {progress.step + 1} (a compiled step takes {step_seconds:.2g} s, an "
                 f"eager one {self._eager_seconds:.2g} s)"
@@ -129,11 +131,8 @@ class AutoCompile(Callback):
         """Return the flag of rank 0 on all ranks, whose clocks differ."""
         return self.engine.any_rank(flag and self.engine.rank == 0)
 
-    def _switch(self, progress: Progress, *, is_compiled: bool) -> None:
-        self.engine.is_compiled, self._since = is_compiled, progress.step
-
     def state_dict(self) -> dict[str, Any]:
-        return {"compiled": self.engine.is_compiled, "failed": self._has_failed, "since": self._since}
+        return {"compiled": self.engine.is_compiled, "failed": self._has_failed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._saved = dict(state)

@@ -11,6 +11,7 @@ from bottega.config.recipe import Recipe
 from bottega.core.callback import Progress
 from bottega.core.errors import first_line
 from bottega.core.rundir import RunDirectory
+from bottega.core.trainer import BestMetric
 from bottega.run_files.record import BASELINE_FILE, RunRecord, read_record
 from bottega.tasks import plugins
 from bottega.tasks.workload import Workload
@@ -68,7 +69,9 @@ def _compare_with_baseline(
     metric = metric if metric in baseline.metrics else "accuracy"
     value, notes = baseline.metrics[metric], "".join(f", {note}" for note in baseline.notes)
     line = f"{baseline.name} on the same split: {metric} {value:.4f} ({baseline.seconds:.0f} s{notes})"
-    if metric == recipe.evaluation.metric and progress.best is not None and value > progress.best:
+    best_metric = BestMetric(metric, maximise=recipe.evaluation.resolved_mode == "max")
+    is_comparable = metric == recipe.evaluation.metric and progress.best is not None
+    if is_comparable and best_metric.is_better(value, progress.best):
         console.warn(f"{line}, better than this run")
     else:
         console.info(line)

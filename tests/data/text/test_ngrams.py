@@ -75,6 +75,12 @@ def test_ngrams_of_a_text_equal_those_of_the_reference_whatever_the_other_texts(
     assert to_counters(texts, spec) == [count_in_python(text, spec) for text in texts]
 
 
+def test_texts_shorter_than_the_shortest_ngram_have_none() -> None:
+    spec = NgramSpec(words=0, characters=(7, 8))
+    assert to_counters(["ok", "", "no"], spec) == [Counter()] * 3
+    assert to_counters(["ok", "apprentice"], spec)[1]
+
+
 def test_hashes_never_change() -> None:
     """A saved run predicts with the buckets that it was trained with, so that another hash would make it useless."""
     ngrams = count_ngrams(["the cat"], NgramSpec(buckets=1 << 18))

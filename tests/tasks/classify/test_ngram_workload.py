@@ -135,7 +135,9 @@ def test_many_classes_share_rows_unless_the_recipe_sets_the_buckets(
 
 @pytest.mark.parametrize(("kind", "shape"), [("ngrams", NgramShape), ("cnn", KimShape), ("transformer", EncoderShape)])
 def test_model_keys_select_the_ngrams(kind: str, shape: type, tmp_path: Path) -> None:
-    keys = {"model.wide": True, "model.num_buckets": 300, "model.word_ngrams": 0, "model.character_ngrams": [2, 3]}
+    keys = {"model.num_buckets": 300, "model.word_ngrams": 0, "model.character_ngrams": [2, 3]}
+    if kind != "ngrams":
+        keys["model.wide"] = True
     workload = open_workload({**small_texts.settings(tmp_path, kind), **keys})
     assert isinstance(workload.shape, shape)
     assert workload.shape.num_buckets == 300
@@ -161,12 +163,22 @@ def test_model_keys_select_the_ngrams(kind: str, shape: type, tmp_path: Path) ->
         ({"model.kind": "ngrams", "model.from": "somewhere"}, "does not start from other weights"),
         ({"model.kind": "cnn", "model.wide": True, "model.from": "somewhere"}, "cannot be combined with weights"),
         ({"model.kind": "ngram"}, "did you mean"),
+        ({"model.kind": "cnn", "model.word_ngrams": 3}, "kind cnn has no n-grams; set model.wide: true"),
+        ({"model.kind": "transformer", "model.num_buckets": 512}, "kind transformer has no n-grams"),
+        ({"model.wide": True}, "model.kind is ngrams already"),
         ({"data.input": "image", "model.kind": "ngrams"}, "kind"),
     ],
 )
 def test_wrong_keys_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         load_recipe(["classify", changes])
+
+
+def test_second_derivatives_are_refused_with_the_remedy(tmp_path: Path) -> None:
+    values = small_texts.settings(tmp_path, "ngrams", **STEPS)
+    options = {"ways": 2, "shots": 2, "queries": 2}
+    with pytest.raises(UsageError, match=r"no second derivative; set techniques\.maml\.method to fomaml or reptile"):
+        bottega.train("classify", {**values, "techniques": [{"name": "maml", "options": options}]})
 
 
 def test_pretrained_weights_replace_the_ngrams_of_the_recipe() -> None:

@@ -157,6 +157,10 @@ def test_resume_is_bitwise_equal(text: Path, tmp_path: Path) -> None:
             "model.activation: relu2, but experts have SwiGLU only; remove the key",
         ),
         ({"kind": "ssm", "activation": "relu2"}, "model.activation: relu2, but kind ssm has no MLP"),
+        (
+            {"from": "somewhere", "zero_init_residual": True},
+            "model.zero_init_residual: true has no effect on weights that are loaded",
+        ),
         ({"kind": "ssm", "value_embeddings": True}, "model.value_embeddings: True, but kind ssm has no attention"),
         ({"kind": "ssm", "num_heads": 4}, "model.num_heads: 4, but kind ssm has no attention; set it to null"),
         ({"kind": "ssm", "intermediate_size": 4}, "model.intermediate_size: 4, but kind ssm has no MLP"),
@@ -208,4 +212,4 @@ def test_the_run_name_depends_on_keys_that_are_set_only() -> None:
     """New keys default to null, so that a run of an older recipe keeps its name."""
     recipe = load_recipe(["language"]).recipe
     keys = {key for key in recipe.results_key() if key.startswith("model.")}
-    assert keys == {"model.kind", "model.size"}
+    assert keys == {"model.kind", "model.size", "model.tie_embeddings"}

@@ -116,6 +116,8 @@ def _hash_character_ngrams(
             counts = num_grams[length - shortest]
             hashes_of_lengths.append(_mix(rolling[_expand(starts - 1, counts)] + np.uint64(length)))
             words_of_lengths.append(np.repeat(np.arange(len(lengths)), counts))
+    if not hashes_of_lengths:  # all texts together are shorter than the shortest n-gram
+        return np.zeros(0, np.uint64), np.sum(num_grams, axis=0)
     order = np.argsort(np.concatenate(words_of_lengths), kind="stable")
     return np.concatenate(hashes_of_lengths)[order], np.sum(num_grams, axis=0)
 
@@ -196,7 +198,7 @@ class NgramWeighting:
         ids[is_ngram] = buckets[indices]
         weights = np.zeros(is_ngram.shape)
         # In float64, so that the weights of a text do not depend on the length of its batch.
-        weights[is_ngram] = 1 + np.log(counts[indices])
+        weights[is_ngram] = 1 + np.log(counts[indices].astype(np.float64))
         weights *= self.idf[ids]
         is_word = ids < self.spec.num_word_buckets
         for is_block in (is_word, ~is_word):

@@ -12,6 +12,7 @@ from bottega.core.noise import Noise
 from bottega.core.types import Batch
 from bottega.engines.out_of_memory import build_out_of_memory_error
 from bottega.engines.torch.devices import move_batch
+from bottega.engines.torch.wrapping import COMPILED_ATTRIBUTES
 
 if TYPE_CHECKING:
     from bottega.engines.torch.engine import TorchEngine
@@ -62,6 +63,7 @@ def _find_nonfinite_module(engine: TorchEngine, step: int, batch: Batch) -> str 
     nonfinite: list[str] = []
 
     def make_hook(name: str) -> Callable[..., None]:
+        @torch.no_grad()  # a hook that saves tensors would upset gradient checkpointing, which computes modules again
         def check_output(module: torch.nn.Module, inputs: Any, output: Any) -> None:
             if not nonfinite and any(not torch.isfinite(t).all() for t in list_floating_tensors(output)):
                 nonfinite.append(name or "the model")
@@ -69,10 +71,14 @@ def _find_nonfinite_module(engine: TorchEngine, step: int, batch: Batch) -> str 
         return check_output
 
     handles = [m.register_forward_hook(make_hook(name)) for name, m in engine.model.named_modules()]
-    compiled = [m for m in engine.model.modules() if getattr(m, "compiled", None) is not None]
-    forwards = [m.compiled for m in compiled]
-    for m in compiled:
-        m.compiled = None  # type: ignore[assignment]  # hooks inside a compiled block would not fire
+    compiled = [
+        (m, attribute, forward)
+        for m in engine.model.modules()
+        for attribute in COMPILED_ATTRIBUTES
+        if (forward := getattr(m, attribute, None)) is not None
+    ]
+    for m, attribute, _ in compiled:
+        setattr(m, attribute, None)  # hooks inside a compiled block would not fire
     try:
         device_batch = move_batch(batch, engine.device)
         size = batch_length(batch)
@@ -89,8 +95,8 @@ def _find_nonfinite_module(engine: TorchEngine, step: int, batch: Batch) -> str 
     finally:
         for handle in handles:
             handle.remove()
-        for m, forward in zip(compiled, forwards, strict=True):
-            m.compiled = forward
+        for m, attribute, forward in compiled:
+            setattr(m, attribute, forward)
         engine.model.zero_grad(set_to_none=True)
     return nonfinite[0] if nonfinite else None
 

@@ -67,7 +67,9 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:
-    """Return U V^T, to within 0.3 for each singular value, of the matrices U S V^T, (batch, rows, columns).
+    """Return about U V^T of the matrices U S V^T, (batch, rows, columns): singular values of about 0.7 to 1.2.
+
+    Those below about 1/500 of the matrix's norm stay smaller.
 
     In bfloat16 on a GPU, which is enough: the iteration itself is coarser.
     """

@@ -40,6 +40,10 @@ def compile_model(model: torch.nn.Module, *, graphs: bool) -> Any:
     return torch.compile(model)
 
 
+COMPILED_ATTRIBUTES = ("compiled", "compiled_block")
+"""Attributes in which a module keeps the compiled form of its forward, or of a part of it."""
+
+
 def compile_frozen_models(models: Mapping[str, Any], *, always: bool) -> None:
     """Compile the frozen models that support it, unless one is small and not `always`.
 
@@ -56,7 +60,7 @@ def uncompile_models(models: Iterable[Any]) -> None:
         if hasattr(model, "uncompile_parts"):
             model.uncompile_parts()
         for module in model.modules():
-            for name in ("compiled", "compiled_block"):
+            for name in COMPILED_ATTRIBUTES:
                 if getattr(module, name, None) is not None:
                     setattr(module, name, None)
 

@@ -39,7 +39,7 @@ AddNorm = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _TokenPositions:
     """Where the new tokens are: their rotary angles, their positions in the cache, and the keys that they attend to."""
 
     cos: Tensor
@@ -99,19 +99,21 @@ class DecodeStep:
         `position` is the position of the tokens, one for all rows or (B); positions before `stop` are attended to, except
         those after a row's own. A model without attention uses neither.
         """
-        place = self._find_place(tokens, position, stop)
+        positions = self._build_positions(tokens, position, stop)
         x: Tensor = self._embed(tokens).to(self._stream_dtype)
         delta: Tensor | None = None
         for layer in self._layers:
-            x, delta = layer(x, delta, place)
+            x, delta = layer(x, delta, positions)
         # The model rounds the hidden state to the dtype of its own head, and autocast does the rest.
         return cap_logits(F.linear(self._norm(x, delta)[1], self._head), self.shape.logit_softcap).float()
 
-    def _find_place(self, tokens: Tensor, position: int | Tensor, stop: int) -> _Place:
+    def _build_positions(self, tokens: Tensor, position: int | Tensor, stop: int) -> _TokenPositions:
         if not self.shape.has_attention:
-            return _Place(self._cos, self._sin, 0, self._rows, 0, None, tokens)  # positions may exceed the tables
+            return _TokenPositions(
+                self._cos, self._sin, 0, self._rows, 0, None, tokens
+            )  # positions may exceed the tables
         if isinstance(position, int):
-            return _Place(self._cos[position], self._sin[position], position, self._rows, stop, None, tokens)
+            return _TokenPositions(self._cos[position], self._sin[position], position, self._rows, stop, None, tokens)
         cos, sin = self._cos, self._sin
         if self._kernels is None:
             cos, sin = cos[position][:, None], sin[position][:, None]
@@ -119,7 +121,7 @@ class DecodeStep:
         if self._for_graph:
             # Added to the scores: a mask of booleans would be converted in every layer.
             mask = torch.zeros(mask.shape, dtype=self._dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
-        return _Place(cos, sin, position, self._rows, stop, mask, tokens)
+        return _TokenPositions(cos, sin, position, self._rows, stop, mask, tokens)
 
 
 def supports_decode_step(model: nn.Module) -> bool:
@@ -147,7 +149,7 @@ class _DecoderLayer:
         kernels: Any | None,
     ) -> None:
         self._input_norm = _prepare_norm(block.input_layernorm, kernels)
-        self._mixer: Callable[[Tensor, _Place], Tensor] = (
+        self._mixer: Callable[[Tensor, _TokenPositions], Tensor] = (
             _StateSpaceStep(block.mixer, cache, dtype=dtype, copies=copies)
             if isinstance(cache, SSMState)
             else _AttentionStep(block, cache, shape, dtype=dtype, copies=copies, for_graph=for_graph, kernels=kernels)
@@ -157,10 +159,10 @@ class _DecoderLayer:
             self._mlp = _prepare_mlp(block.mlp, dtype=dtype, copies=copies, for_graph=for_graph, kernels=kernels)
             self._mlp_norm = _prepare_norm(block.post_attention_layernorm, kernels)
 
-    def __call__(self, x: Tensor, delta: Tensor | None, place: _Place) -> tuple[Tensor, Tensor]:
+    def __call__(self, x: Tensor, delta: Tensor | None, positions: _TokenPositions) -> tuple[Tensor, Tensor]:
         """Return the residual stream and the output that is still to be added to it, from those of the layer before."""
         x, normed = self._input_norm(x, delta)
-        mixed = self._mixer(normed, place)
+        mixed = self._mixer(normed, positions)
         if self._mlp is None:
             return x, mixed
         x, normed = self._mlp_norm(x, mixed)
@@ -199,36 +201,36 @@ class _AttentionStep:
                 [weight.detach().float().expand(count, -1) for weight, count in zip(weights, counts, strict=True)]
             )
 
-    def __call__(self, x: Tensor, place: _Place) -> Tensor:
+    def __call__(self, x: Tensor, positions: _TokenPositions) -> Tensor:
         heads = self._project(x).unflatten(-1, (-1, self._head_size))
         v = heads[:, self._num_heads + self._num_kv_heads :]
         if self._value_embed is not None:
-            v = v + self._value_embed(place.tokens).view_as(v).to(v.dtype)
+            v = v + self._value_embed(positions.tokens).view_as(v).to(v.dtype)
         q = (
-            self._update_cache(heads, v, place)
+            self._update_cache(heads, v, positions)
             if self._kernels is None
-            else self._update_cache_by_kernel(heads, v, place)
+            else self._update_cache_by_kernel(heads, v, positions)
         )
-        keys, values = self._keys.narrow(2, 0, place.stop), self._values.narrow(2, 0, place.stop)
+        keys, values = self._keys.narrow(2, 0, positions.stop), self._values.narrow(2, 0, positions.stop)
         if keys.dtype is not v.dtype:
             keys, values = keys.to(v.dtype), values.to(v.dtype)
         if self._for_graph:
             # Queries that share keys are rows of one product, where torch would repeat the keys or compute in float32.
             q = q.unflatten(1, (self._num_kv_heads, -1))
-            attended = F.scaled_dot_product_attention(q, keys, values, attn_mask=place.mask)
+            attended = F.scaled_dot_product_attention(q, keys, values, attn_mask=positions.mask)
         else:
-            attended = attend(q.unsqueeze(2), keys, values, mask=place.mask, is_causal=False, dropout=0.0)
+            attended = attend(q.unsqueeze(2), keys, values, mask=positions.mask, is_causal=False, dropout=0.0)
         return self._project_out(attended.flatten(1))
 
-    def _update_cache_by_kernel(self, heads: Tensor, v: Tensor, place: _Place) -> Tensor:
+    def _update_cache_by_kernel(self, heads: Tensor, v: Tensor, positions: _TokenPositions) -> Tensor:
         assert self._kernels is not None
         queries: Tensor = self._kernels.rotate_and_store(
             heads,
             v,
             self._norm_weight,
-            cos=place.cos,
-            sin=place.sin,
-            positions=place.position,
+            cos=positions.cos,
+            sin=positions.sin,
+            positions=positions.position,
             key_cache=self._keys,
             value_cache=self._values,
             num_heads=self._num_heads,
@@ -236,22 +238,22 @@ class _AttentionStep:
         )
         return queries
 
-    def _update_cache(self, heads: Tensor, v: Tensor, place: _Place) -> Tensor:
+    def _update_cache(self, heads: Tensor, v: Tensor, positions: _TokenPositions) -> Tensor:
         """Normalise and rotate queries and keys, write keys and values to the cache, and return the queries (B, H, h)."""
         rotated = heads[:, : self._num_heads + self._num_kv_heads]
         if self._norm_weight is not None:
             rotated = torch.rms_norm(rotated.float(), (self._head_size,), None, self._epsilon) * self._norm_weight
             # The modules round here and once more after the rotation.
             rotated = rotated if self._for_graph else rotated.to(v.dtype)
-        # Equal to `apply_rotary`; the sign of the rotation is in `place.sin`.
-        rotated = (rotated * place.cos + rotated.roll(self._head_size // 2, -1) * place.sin).to(v.dtype)
+        # Equal to `apply_rotary`; the sign of the rotation is in `positions.sin`.
+        rotated = (rotated * positions.cos + rotated.roll(self._head_size // 2, -1) * positions.sin).to(v.dtype)
         q, k = rotated[:, : self._num_heads], rotated[:, self._num_heads :]
-        if isinstance(place.position, int):
-            self._keys.select(2, place.position).copy_(k)
-            self._values.select(2, place.position).copy_(v)
+        if isinstance(positions.position, int):
+            self._keys.select(2, positions.position).copy_(k)
+            self._values.select(2, positions.position).copy_(v)
         else:
-            self._keys[place.rows, :, place.position] = k.to(self._keys.dtype)
-            self._values[place.rows, :, place.position] = v.to(self._values.dtype)
+            self._keys[positions.rows, :, positions.position] = k.to(self._keys.dtype)
+            self._values[positions.rows, :, positions.position] = v.to(self._values.dtype)
         return q
 
 
@@ -263,7 +265,7 @@ class _StateSpaceStep:
         self._project = _prepare_projection([mixer.in_proj], dtype=dtype, copies=copies)
         self._project_out = _prepare_projection([mixer.out_proj], dtype=dtype, copies=copies)
 
-    def __call__(self, x: Tensor, place: _Place) -> Tensor:
+    def __call__(self, x: Tensor, positions: _TokenPositions) -> Tensor:
         mixed, new_state = self._mixer.mix(self._project(x)[:, None], state=self._state)
         assert new_state is not None, "a state was passed"
         for old, new in zip(self._state, new_state, strict=True):

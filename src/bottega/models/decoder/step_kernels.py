@@ -1,7 +1,7 @@
 """Triton kernels of a decoding step: what lies between two matrix products in one kernel, where torch needs four to twelve.
 
-At one row each kernel of a captured graph takes about 3 us, however little it computes. All of them compute in float32 and round
-where `DecodeStep` does without them.
+At one row each kernel of a captured graph takes about 3 us, however little it computes. They compute in float32 and round their
+results only.
 
 B rows   D hidden size   H query heads   K key-value heads   h head size   S positions in the cache
 """

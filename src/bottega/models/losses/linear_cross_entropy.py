@@ -24,8 +24,13 @@ CHUNK_BYTES = {"cuda": 384 << 20, "cpu": 16 << 20}
 
 
 def cap_logits(logits: Tensor, softcap: float | None) -> Tensor:
-    """Return c * tanh(logits / c), between -c and c, for a cap c; the logits themselves without one."""
-    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    """Return c * tanh(logits / c), between -c and c, for a cap c; the logits themselves without one.
+
+    At least in float32, as in training: near the cap, bfloat16 would make the largest logits equal.
+    """
+    if softcap is None:
+        return logits
+    return softcap * torch.tanh(logits.to(torch.promote_types(logits.dtype, torch.float32)) / softcap)
 
 
 @torch.compiler.disable

@@ -74,12 +74,15 @@ def predict_with_naive_bayes(
 ) -> np.ndarray:
     """Return class probabilities (N, K) of `new_texts` by multinomial naive Bayes over whether each n-gram occurs."""
     ngrams = count_ngrams(texts, NGRAMS)
-    counts = np.ones((num_classes, NGRAMS.buckets))
-    np.add.at(counts, (labels[_get_text_numbers(ngrams)], ngrams.buckets), 1)
-    log_likelihoods = np.log(counts / counts.sum(1, keepdims=True))
     new_ngrams = count_ngrams(new_texts, NGRAMS)
+    ngram_labels, new_texts_of_ngrams = labels[_get_text_numbers(ngrams)], _get_text_numbers(new_ngrams)
     scores = np.tile(np.log(np.bincount(labels, minlength=num_classes) + 1.0), (len(new_texts), 1))
-    np.add.at(scores, _get_text_numbers(new_ngrams), log_likelihoods[:, new_ngrams.buckets].T)
+    for label in range(num_classes):  # a table of all classes would take gigabytes
+        counts = 1.0 + np.bincount(ngrams.buckets[ngram_labels == label], minlength=NGRAMS.buckets)
+        log_likelihoods = np.log(counts / counts.sum())
+        scores[:, label] += np.bincount(
+            new_texts_of_ngrams, weights=log_likelihoods[new_ngrams.buckets], minlength=len(new_texts)
+        )
     scores = np.exp(scores - scores.max(1, keepdims=True))
     return scores / scores.sum(1, keepdims=True)
 

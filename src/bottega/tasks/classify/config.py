@@ -95,6 +95,14 @@ class ClassifyModel(Model):
         if self.word_ngrams == 0 and self.character_ngrams == ():
             text = "0 leaves no n-grams, because model.character_ngrams is []; set one of them"
             conflicts.append(("model.word_ngrams", "model.character_ngrams", text))
+        elif self.ngrams is None:
+            for key in ("word_ngrams", "character_ngrams", "num_buckets"):
+                if (value := getattr(self, key)) is not None:
+                    text = f"{value}, but kind {self.kind} has no n-grams; set model.wide: true, or remove the key"
+                    conflicts.append((f"model.{key}", "model.kind", text))
+        if self.wide and self.kind == "ngrams":
+            text = "true applies to cnn and transformer, but model.kind is ngrams already; remove it"
+            conflicts.append(("model.wide", "model.kind", text))
         if self.kind == "ngrams" and self.from_ is not None:
             text = "a model of n-grams does not start from other weights; remove it, or set model.kind: pretrained"
             conflicts.append(("model.from", "model.kind", text))

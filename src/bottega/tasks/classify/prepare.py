@@ -56,8 +56,9 @@ def prepare_classify(
 ) -> PreparedData:
     """Prepare tables with the columns input_ids, text, label, form and key, from the cache if they are there.
 
-    `ngrams` adds the hashed n-grams of each text. `num_classes` is that of the recipe, None to count the classes in the data. With data.multi_label, `label` is a JSON list
-    of class names; `form` says whether it was a number or a word, had extra spaces, or belongs to an augmented copy.
+    `ngrams` adds the hashed n-grams of each text. `num_classes` is that of the recipe, None to count the classes in the data. With
+    data.multi_label, `label` is a JSON list of class names; `form` says whether it was a number or a word, had extra spaces, or
+    belongs to an augmented copy.
     """
     prepared = open_if_prepared(data, task="classify")
     if prepared is not None:
@@ -133,7 +134,7 @@ def _read_as_lines(inputs: tuple[Input, ...]) -> tuple[tuple[Input, ...], tuple[
 
 def _check_prepared(prepared: PreparedData, data: ClassifyData, spec: TokenizerSpec, ngrams: NgramSpec | None) -> None:
     if ngrams is not None and prepared.metadata.get("ngrams") != ngrams.model_dump(mode="json"):
-        problem = "other n-grams than" if prepared.metadata.get("ngrams") else "without the n-grams that"
+        problem = "with other n-grams than" if prepared.metadata.get("ngrams") else "without the n-grams that"
         raise DataError(f"{prepared.folder} was prepared {problem} this model needs; prepare it again with this recipe")
     if prepared.metadata.get("multi_label", False) != data.multi_label:
         prepared_with = "one class" if data.multi_label else "several classes"

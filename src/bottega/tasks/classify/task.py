@@ -58,8 +58,9 @@ class Classification(Task):
     """Classification with one class for each example, or several (`multi_label`).
 
     A batch of texts has `input_ids` and `attention_mask`, both (batch, length), with 0 for padding at the end, and for a model of
-    n-grams `ngram_ids` and `ngram_weights`, both (batch, n-grams), with weight 0 for padding; any other batch has its samples under `key`, (batch, *grid, channels). Labels are `label` (batch,), the class number, or with
-    `multi_label` `labels` (batch, classes) of 0 and 1. Optional: `weight` (batch,), 0 for a padding row.
+    n-grams `ngram_ids` and `ngram_weights`, both (batch, n-grams), with weight 0 for padding; any other batch has its samples under
+    `key`, (batch, *grid, channels). Labels are `label` (batch,), the class number, or with `multi_label` `labels` (batch, classes) of
+    0 and 1. Optional: `weight` (batch,), 0 for a padding row.
     """
 
     key: Literal["image", "mel", "video", "text"]

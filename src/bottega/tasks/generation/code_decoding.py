@@ -49,6 +49,14 @@ class CodeRequest:
         return codes if self.guidance is None else codes.repeat(2)
 
 
+class CaptureFailed(Exception):
+    """A step could not be captured as a CUDA graph, because of `error`."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 def draw_by_steps(request: CodeRequest, compute_logits: Callable[[Tensor, int], Tensor]) -> Tensor:
     """Return codes (b, n); `compute_logits(tokens (R), position)` returns logits (R, V) and extends the cache."""
     tokens, sampled = request.first_tokens, []
@@ -61,7 +69,10 @@ def draw_by_steps(request: CodeRequest, compute_logits: Callable[[Tensor, int], 
 
 
 def draw_by_graphs(request: CodeRequest, decode: DecodeStep, cache: DecoderCache) -> Tensor:
-    """Return the same codes from captured steps; `decode` must be one for graphs, over `cache`."""
+    """Return the same codes from captured steps; `decode` must be one for graphs, over `cache`.
+
+    Raises CaptureFailed.
+    """
     length, num_samples = request.length, len(request.first_tokens) // (1 if request.guidance is None else 2)
     tokens, positions = request.first_tokens.clone(), torch.zeros_like(request.first_tokens)
     index = torch.zeros(1, dtype=torch.long, device=tokens.device)
@@ -85,7 +96,10 @@ def draw_by_graphs(request: CodeRequest, decode: DecodeStep, cache: DecoderCache
             stop = min(length, start + block_steps)
             if request.noise is not None and gumbel is not None:
                 gumbel[: stop - start] = request.noise.draw(range(start, stop))
-            graph = graphs.find(stop)
+            try:
+                graph = graphs.find(stop)
+            except Exception as error:
+                raise CaptureFailed(error) from error
             for _ in range(start, stop):
                 graph.replay()
             if tokens.is_cuda:

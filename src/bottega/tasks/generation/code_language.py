@@ -25,7 +25,7 @@ from bottega.models.decoder.torch import DecoderCache, Transformer
 from bottega.models.generator.config import CodeGeneratorShape, CodesBackbone
 from bottega.models.losses.token_loss import IGNORE_INDEX
 from bottega.tasks.autoencode.vae_task import count_examples
-from bottega.tasks.generation.code_decoding import CodeRequest, draw_by_graphs, draw_by_steps
+from bottega.tasks.generation.code_decoding import CaptureFailed, CodeRequest, draw_by_graphs, draw_by_steps
 from bottega.tasks.language.gumbel import GumbelNoise
 from bottega.tasks.language.text_rows import choose_decoding_dtype, create_cache
 from bottega.tasks.language.token_choice import TokenChoice
@@ -164,15 +164,21 @@ class CodeLanguage(Task):
             progress=progress,
         )
         cache = create_cache(
-            model.shape, num_rows=len(first_tokens), length=length, device=first_tokens.device, dtype=dtype
+            model.shape,
+            num_rows=len(first_tokens),
+            length=length,
+            device=first_tokens.device,
+            dtype=dtype,
+            noun="samples",
+            advice="generate fewer samples at once (--count)",
         )
         if not supports_decode_step(model):
             return draw_by_steps(request, functools.partial(_compute_logits, model, cache))
         if first_tokens.is_cuda and length >= MIN_GRAPH_CODES:
             try:
                 return draw_by_graphs(request, DecodeStep(model, cache, dtype=dtype, for_graph=True), cache)
-            except Exception as error:
-                report_failed_capture("codes are drawn", error)
+            except CaptureFailed as failure:
+                report_failed_capture("codes are drawn", failure.error)
                 cache.reset()
         decode = DecodeStep(model, cache, dtype=dtype)
         return draw_by_steps(request, lambda tokens, position: decode(tokens, position, position + 1))

@@ -135,7 +135,8 @@ class LanguageRecipe(Recipe):
 def _find_dimension_conflicts(model: LanguageModel) -> list[tuple[str, str, str]]:
     """Return conflicts between dimensions, such as one set by the recipe and another that comes with the size."""
     if model.from_ is not None:
-        return []
+        text = "true has no effect on weights that are loaded; remove it, or train from scratch without model.from"
+        return [("model.zero_init_residual", "model.from", text)] if model.zero_init_residual else []
     explicit = model.get_explicit_dimensions()
     unused = find_unused_keys(model.kind, model.size, explicit)
     conflicts = [(f"model.{key}", "model.kind", text) for key, text in unused]

@@ -55,7 +55,14 @@ def choose_decoding_dtype(model: Transformer, device: torch.device | str) -> tor
 
 
 def create_cache(
-    shape: TransformerShape, *, num_rows: int, length: int, device: torch.device | str, dtype: torch.dtype
+    shape: TransformerShape,
+    *,
+    num_rows: int,
+    length: int,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    noun: str = "texts",
+    advice: str = "generate fewer texts at once (--count), or shorter ones (--max_tokens)",
 ) -> DecoderCache:
     """Return an empty cache for at least `length` tokens; raise OutOfMemory with its size if that exceeds the free memory."""
     if torch.device(device).type == "cuda":
@@ -64,8 +71,8 @@ def create_cache(
     num_bytes = sum(tensor.nbytes for layer in planned.layers for tensor in layer)
     if num_bytes > MIN_CHECKED_BYTES and num_bytes > (free := _get_free_memory(torch.device(device))):
         raise OutOfMemory(
-            f"{num_rows:,} texts of {length:,} tokens need a cache of {num_bytes / GIB:.1f} GiB, and {device} has "
-            f"{free / GIB:.1f} GiB free; generate fewer texts at once (--count), or shorter ones (--max_tokens)"
+            f"{num_rows:,} {noun} of {length:,} tokens need a cache of {num_bytes / GIB:.1f} GiB, and {device} has "
+            f"{free / GIB:.1f} GiB free; {advice}"
         )
     return DecoderCache.empty(shape, batch_size=num_rows, length=length, device=device, dtype=dtype)
 

@@ -173,6 +173,10 @@ def _check_conflicts(plan: TrainingPlan, options: MamlOptions, recipe: Recipe) -
         raise UsageError(
             "techniques: maml differentiates the sum of the loss terms, so it does not support pcgrad; use another balance"
         )
+    if options.method == "maml" and getattr(recipe.model, "ngrams", None) is not None:
+        raise UsageError(
+            "model: its table of n-grams has no second derivative; set techniques.maml.method to fomaml or reptile"
+        )
     if options.method == "maml" and getattr(recipe.data, "separate_documents", False):
         from bottega.models.device import choose_device
 
