@@ -21,7 +21,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ class Case:
     """Generated samples; None is the default of `bottega evaluate`."""
 
 
-CLASSIFIER_RATES = {"adamw": (5e-4, 1e-3, 2e-3, 4e-3), "muon": (1e-3, 2e-3, 4e-3, 8e-3)}
+CLASSIFIER_RATES = {"adamw": (5e-4, 1e-3, 2e-3, 4e-3), "muon": (2e-3, 4e-3, 8e-3, 1.6e-2)}
 GENERATOR_RATES = {"adamw": (4e-4, 1e-3, 2e-3), "muon": (1e-3, 2e-3, 4e-3)}
 CASES = {
     "docstrings": Case(("classify/transformer",), 300, "accuracy", True, CLASSIFIER_RATES),
@@ -153,9 +153,16 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
     parser.add_argument("--steps", type=int, help="length of the whole runs; default: that of the recipe")
+    parser.add_argument(
+        "--rates", nargs="*", default=[], metavar="NAME=R,R", help="rates of a sweep, as muon=2e-3,4e-3"
+    )
     parser.add_argument("--set", nargs="*", default=[], help="further overrides of the recipe")
     arguments = parser.parse_args()
     case = CASES[arguments.case]
+    chosen = {
+        name: tuple(map(float, values.split(","))) for name, _, values in (x.partition("=") for x in arguments.rates)
+    }
+    case = replace(case, rates={**case.rates, **chosen})
     data = str(Path(arguments.data).resolve()) if arguments.data else None
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(arguments.jobs) as pool:
         bench = Bench(Path(temporary), case, data, tuple(arguments.set), arguments.steps or case.steps)
