@@ -90,6 +90,28 @@ def test_a_single_prompt_streams(finished_run: Path, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out.startswith("beta")
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [(["--temperature", "nan"], "temperature nan"), (["--top_k", "0"], "top_k 0"), (["--count", "0"], "--count 0")],
+)
+def test_a_wrong_option_is_refused_before_anything_is_printed(
+    options: list[str], message: str, finished_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["generate", str(finished_run), "--prompt", "beta", *options]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert message in printed.err
+
+
+def test_several_texts_report_their_progress(finished_run: Path) -> None:
+    saved, calls = bottega.load(finished_run), []
+    texts = saved.generate_samples(
+        {"prompt": "beta", "count": 2, "max_tokens": 5}, progress=lambda *call: calls.append(call)
+    )
+    assert len(texts) == 2
+    assert calls == [("tokens", done, 5) for done in range(1, 6)]
+
+
 def test_export_has_the_transformers_files(run_json: Any, finished_run: Path, tmp_path: Path) -> None:
     folder = Path(run_json("export", finished_run, "--out", tmp_path / "final")["folder"])
     assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from pathlib import Path
@@ -190,12 +191,19 @@ def _generate(arguments: argparse.Namespace, words: list[str]) -> dict[str, Any]
     out = Path(arguments.out) if arguments.out else None
     if out is not None:
         saved_run.workload.sampler.check_output(out)
-    # A text is streamed to the terminal, and a progress bar would overwrite it.
-    quiet = arguments.json or "max_tokens" in saved_run.workload.sampler.requests
-    with progress_bars(open_console(quiet=quiet), in_bytes=False) as report_progress:
+    # One text is streamed to the terminal, and a progress bar would overwrite it; several are printed when the bar has gone.
+    prompts = request.get("prompt")
+    num_texts = request.get("count", 1) * (len(prompts) if isinstance(prompts, list) else 1)
+    is_streamed = "max_tokens" in saved_run.workload.sampler.requests and num_texts == 1
+    text = io.StringIO()
+    with progress_bars(open_console(quiet=arguments.json or is_streamed), in_bytes=False) as report_progress:
         samples = saved_run.generate_samples(
-            request, stream=None if arguments.json else ResultStream(), progress=report_progress
+            request,
+            stream=None if arguments.json else ResultStream() if is_streamed else text,
+            progress=report_progress,
         )
+    if text.getvalue():
+        ResultStream().write(text.getvalue())
     result = saved_run.workload.sampler.present(samples, out, run=saved_run.directory.path, **request)
     if not arguments.json:
         for line in (*result.get("files", ()), *result.get("notes", ())):

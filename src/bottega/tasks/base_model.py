@@ -135,6 +135,9 @@ def resolve_tokenizer_spec(
         # Pretrained weights fit one vocabulary only; a parent recipe may name another.
         return TokenizerSpec(kind="pretrained", path=str(find_base_folder(recipe)))
     options = {key: getattr(tokenizer, key, None) for key in ("vocab_size", "min_frequency")}
+    if tokenizer.kind == "words" and getattr(recipe.model, "kind", None) == "ngrams":
+        # A model of n-grams does not read the vocabulary, so that texts of words that occur once are no error.
+        options["min_frequency"] = options["min_frequency"] or 1
     if tokenizer.kind == "words" and tokenizer.vocab_size is None:
         # Words beyond the rows of the embedding would have no vector.
         options["vocab_size"] = recipe.model.vocab_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -121,10 +122,13 @@ def test_repetition_penalty_applies_to_each_row_separately() -> None:
         ([], {}, "no prompts"),
         ([[1], []], {}, "prompt 1 is empty"),
         ([[V]], {}, "outside 0..39"),
-        ([[1]], {"temperature": -1.0}, "temperature -1.0: expected 0 or more"),
+        ([[1]], {"temperature": -1.0}, "temperature -1.0: expected a finite number of 0 or more"),
+        ([[1]], {"temperature": math.nan}, "temperature nan: expected a finite number of 0 or more"),
+        ([[1]], {"temperature": math.inf}, "temperature inf: expected a finite number of 0 or more"),
         ([[1]], {"top_k": 0}, "top_k 0: expected 1 or more"),
         ([[1]], {"top_p": 1.5}, "top_p 1.5: expected a number above 0 and at most 1"),
-        ([[1]], {"repetition_penalty": 0.0}, "repetition_penalty 0.0: expected a number above 0"),
+        ([[1]], {"repetition_penalty": 0.0}, "repetition_penalty 0.0: expected a finite number above 0"),
+        ([[1]], {"repetition_penalty": math.nan}, "repetition_penalty nan: expected a finite number above 0"),
     ],
 )
 def test_invalid_settings_are_refused_by_name(model: Transformer, prompts: Any, settings: Any, message: str) -> None:

@@ -5,6 +5,7 @@ B rows   V vocabulary
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,17 +31,17 @@ class TokenChoice:
 
     def check(self) -> None:
         """Raise a UsageError for the first invalid option."""
-        if self.temperature < 0:
+        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
             raise UsageError(
-                f"temperature {self.temperature}: expected 0 or more; 0 is greedy, 1 is the model's own distribution"
+                f"temperature {self.temperature}: expected a finite number of 0 or more; 0 is greedy, 1 is the model's own distribution"
             )
         if self.top_k is not None and self.top_k < 1:
             raise UsageError(f"top_k {self.top_k}: expected 1 or more; remove it to sample from all tokens")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise UsageError(f"top_p {self.top_p}: expected a number above 0 and at most 1")
-        if self.repetition_penalty <= 0:
+        if not (self.repetition_penalty > 0 and math.isfinite(self.repetition_penalty)):
             raise UsageError(
-                f"repetition_penalty {self.repetition_penalty}: expected a number above 0; 1 is off, 1.1 is mild"
+                f"repetition_penalty {self.repetition_penalty}: expected a finite number above 0; 1 is off, 1.1 is mild"
             )
 
     def choose(self, logits: Tensor, gumbel: Tensor | None, is_repeated: Tensor | None) -> Tensor:

@@ -242,14 +242,16 @@ class LanguageSampler(Sampler):
         max_tokens: int = 200,
         temperature: float = 0.8,
         stream: TextIO | None = None,
-        progress: Any = None,
+        progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
         **options: Any,
     ) -> list[str]:
         """Return each text with its prompt.
 
-        A single text is written to `stream` token by token, several when all are complete. `progress`, which other
-        samplers call, is not used.
+        A single text is written to `stream` token by token; of several, which are written when all are complete, `progress` is
+        told the number of tokens.
         """
+        if count < 1:
+            raise UsageError(f"--count {count}: expected 1 or more")
         num_texts = count * (1 if isinstance(prompt, str) else len(prompt))
         if num_texts > MAX_TEXTS:
             raise UsageError(f"--count {count}: {num_texts:,} texts at once are too many; the maximum is {MAX_TEXTS:,}")
@@ -258,16 +260,17 @@ class LanguageSampler(Sampler):
         prompt_tokens = [list(map(int, self.tokenizer.encode(text))) or [eos_token_id] for text in prompts]
         token_stream = stream if len(prompts) == 1 else None
         decoder = self.tokenizer.stream_decoder()
-        if token_stream:
-            token_stream.write(prompts[0])
         generated: list[list[int]] = [[] for _ in prompts]
         options = {"max_new_tokens": max_tokens, "temperature": temperature, **options}
         # In bfloat16 if the run was trained in it: a step on a GPU mostly reads the weights, which are then half as many bytes.
         is_bfloat16 = uses_bfloat16(device, self.recipe.training.mixed_precision)
         with torch.autocast("cuda", torch.bfloat16, enabled=is_bfloat16):
-            for next_tokens in generate_tokens(
-                models["model"], prompt_tokens, device=device, stop_token=eos_token_id, **options
-            ):
+            tokens = generate_tokens(models["model"], prompt_tokens, device=device, stop_token=eos_token_id, **options)
+            if token_stream:  # after the options have been checked
+                token_stream.write(prompts[0])
+            for index, next_tokens in enumerate(tokens):
+                if len(prompts) > 1:
+                    progress("tokens", index + 1, max_tokens)
                 for i, token in enumerate(next_tokens):
                     if token is not None and token != eos_token_id:
                         generated[i].append(token)
