@@ -99,6 +99,8 @@ def test_activation_is_refused_where_it_has_no_effect() -> None:
     with pytest.raises(UsageError, match="applies to a perceptron trunk"):
         check_recipe(["routing", {"model.activation": "gelu", "model.spike_threshold": 1.0}])
     with pytest.raises(UsageError, match=r"model\.activation: unknown key; the activation of this model is fixed"):
+        check_recipe(["classify/transformer", {"model.activation": "gelu"}])
+    with pytest.raises(UsageError, match=r"model\.activation: expected one of swiglu, relu2, got 'gelu'"):
         check_recipe(["language", {"model.activation": "gelu"}])
 
 

@@ -79,9 +79,8 @@ class Engine(ABC):
     micro_batch_size: int | None = None
     """Examples in one forward pass; None while undecided. The size that `auto` finds is saved in the checkpoint's `Progress`."""
     is_compiled: bool = False
-    """Whether the next step runs a compiled model; an engine whose compiler fails turns it off."""
     compile_error: str | None = None
-    """Why the compiler was given up; None if it was not."""
+    """Whether the next step runs a compiled model, and the error of a compiler that failed, after which none does."""
     skip_steps: frozenset[int] = frozenset()
     """Steps whose update is not applied, because the rollback policy found their batch to be bad."""
     learning_rate_scale: float = 1.0

@@ -165,7 +165,7 @@ def test_model_keys_select_the_ngrams(kind: str, shape: type, tmp_path: Path) ->
         ({"model.kind": "ngram"}, "did you mean"),
         ({"model.kind": "cnn", "model.word_ngrams": 3}, "kind cnn has no n-grams; set model.wide: true"),
         ({"model.kind": "transformer", "model.num_buckets": 512}, "kind transformer has no n-grams"),
-        ({"model.wide": True}, "model.kind is ngrams already"),
+        ({"model.wide": True}, "true applies to cnn and transformer, but model.kind is ngrams; remove it"),
         ({"data.input": "image", "model.kind": "ngrams"}, "kind"),
     ],
 )

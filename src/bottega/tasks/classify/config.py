@@ -100,17 +100,14 @@ class ClassifyModel(Model):
                 if (value := getattr(self, key)) is not None:
                     text = f"{value}, but kind {self.kind} has no n-grams; set model.wide: true, or remove the key"
                     conflicts.append((f"model.{key}", "model.kind", text))
-        if self.wide and self.kind == "ngrams":
-            text = "true applies to cnn and transformer, but model.kind is ngrams already; remove it"
-            conflicts.append(("model.wide", "model.kind", text))
         if self.kind == "ngrams" and self.from_ is not None:
             text = "a model of n-grams does not start from other weights; remove it, or set model.kind: pretrained"
             conflicts.append(("model.from", "model.kind", text))
         if self.wide and self.kind == "cnn" and self.from_ is not None:
             text = "true cannot be combined with weights to start from; remove one of them"
             conflicts.append(("model.wide", "model.from", text))
-        if self.wide and self.kind == "pretrained":
-            text = "true applies to cnn and transformer, but model.kind is pretrained; remove it"
+        if self.wide and self.kind not in DEEP_KINDS:
+            text = f"true applies to cnn and transformer, but model.kind is {self.kind}; remove it"
             conflicts.append(("model.wide", "model.kind", text))
         return conflicts
 
