@@ -118,7 +118,7 @@ RECIPES_WITH_PATH = (
     *("audio/speech", "audio/spoken-digits", "classify/pretrained", "classify/sst2", "classify/sst2-transformer"),
     *("image/fashion", "image/photos", "image/text", "image_vae/photos", "language/epic", "language/shakespeare"),
     *(f"language/shakespeare-{kind}" for kind in ("gpu", "hybrid", "moe", "ssm")),
-    *("language/stanza", "language/verse", "video/clips"),
+    *("language/speedrun", "language/stanza", "language/verse", "video/clips"),
     *(f"personalize{name}" for name in ("", "/flickr", "/pog", "/ser")),
 )
 """Recipes that train on files of the user, or here on files of `write_data` because bundled data is larger."""
