@@ -120,6 +120,15 @@ class Case:
 
 CASES = [
     Case("torch", "language", "language/shakespeare", language),
+    Case(
+        "torch",
+        "language",
+        "language/shakespeare",
+        decoder_of_kind(
+            "transformer", activation="relu2", value_embeddings=True, logit_softcap=15.0, zero_init_residual=True
+        ),
+        kind="speedrun",
+    ),
     Case("torch", "language", "language/shakespeare", decoder_of_kind("moe", num_experts=4), kind="moe"),
     Case(
         "torch",

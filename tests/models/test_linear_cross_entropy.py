@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bottega.models.losses import linear_cross_entropy as module
-from bottega.models.losses.linear_cross_entropy import linear_cross_entropy
+from bottega.models.losses.linear_cross_entropy import cap_logits, linear_cross_entropy
 
 D, V = 16, 37
 
@@ -47,6 +47,15 @@ def test_equals_cross_entropy(
     tolerance = 1e-5 if dtype == torch.float32 else 1e-10
     torch.testing.assert_close(total, expected, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(gradients, expected_gradients, rtol=tolerance, atol=tolerance)
+
+
+def test_a_cap_keeps_large_logits_of_half_precision_apart() -> None:
+    logits = torch.arange(20, 40, dtype=torch.bfloat16)
+    capped = cap_logits(logits, 15.0)
+    assert capped.dtype is torch.float32
+    assert (capped.diff() > 0).all()
+    assert capped.max() < 15
+    assert cap_logits(logits, None) is logits
 
 
 def test_only_trainable_inputs_get_a_gradient() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,9 @@ import pytest
 
 import bottega
 import small_texts
+from bottega.core.callback import Progress
+from bottega.data.text.ngrams import count_ngrams
+from bottega.run import result as result_module
 from bottega.tasks import registry
 from bottega.tasks.classify import baseline as baseline_module
 from bottega.tasks.classify.baseline import (
@@ -84,6 +88,33 @@ def test_without_scikit_learn_naive_bayes_takes_its_place(monkeypatch: pytest.Mo
     result = fit_linear_baseline((TEXTS, LABELS), (TEXTS, LABELS), 3)
     assert result.name == "naive Bayes over n-grams (scikit-learn is not installed)"
     assert result.metrics["accuracy"] > 0.9
+
+
+def test_naive_bayes_is_that_of_scikit_learn() -> None:
+    naive_bayes = pytest.importorskip("sklearn.naive_bayes")
+    ngrams, new = count_ngrams(TEXTS[:60], baseline_module.NGRAMS), count_ngrams(TEXTS[60:], baseline_module.NGRAMS)
+    features = [np.zeros((len(counted.ends), baseline_module.NGRAMS.buckets), np.int8) for counted in (ngrams, new)]
+    for matrix, counted in zip(features, (ngrams, new), strict=True):
+        matrix[baseline_module._get_text_numbers(counted), counted.buckets] = 1
+    # Its prior is not smoothed; with as many texts of each class there is no difference.
+    reference = naive_bayes.MultinomialNB(fit_prior=False).fit(features[0], LABELS[:60])
+    assert len(set(np.bincount(LABELS[:60]))) == 1
+    probabilities = predict_with_naive_bayes(TEXTS[:60], LABELS[:60], TEXTS[60:], 3)
+    np.testing.assert_allclose(probabilities, reference.predict_proba(features[1]), rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize(("best", "is_warning"), [(0.0, False), (1e9, True)])
+def test_of_a_metric_that_is_minimised_the_lower_value_is_better(
+    best: float, is_warning: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = {**small_texts.settings(tmp_path, "ngrams"), **BASELINE_ON, "evaluation.metric": "ece"}
+    recipe = load_recipe(["classify", values]).recipe
+    lines: dict[str, list[str]] = {"warn": [], "info": []}
+    console: Any = SimpleNamespace(warn=lines["warn"].append, info=lines["info"].append)
+    directory: Any = SimpleNamespace(path=tmp_path, write=lambda path, text: None)
+    progress = Progress(total=1, best=best)
+    result_module._compare_with_baseline(recipe, directory, open_workload(tmp_path), progress, console)
+    assert (len(lines["warn"]), len(lines["info"])) == (int(is_warning), int(not is_warning)), lines
 
 
 def test_a_run_records_and_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

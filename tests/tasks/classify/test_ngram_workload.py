@@ -174,6 +174,17 @@ def test_wrong_keys_are_refused(changes: dict[str, Any], message: str) -> None:
         load_recipe(["classify", changes])
 
 
+def test_words_that_occur_once_are_no_error(tmp_path: Path) -> None:
+    """The vocabulary of words is for networks."""
+    rows = [{"text": f"{word}{i}x", "label": word} for i in range(40) for word in ("good", "bad")]
+    path = tmp_path / "once.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = {"data.train.path": str(path)}
+    open_workload({**small_texts.settings(tmp_path, "ngrams"), **changes})
+    with pytest.raises(DataError, match="no word occurs 2 times"):
+        open_workload({**small_texts.settings(tmp_path, "transformer"), **changes})
+
+
 def test_second_derivatives_are_refused_with_the_remedy(tmp_path: Path) -> None:
     values = small_texts.settings(tmp_path, "ngrams", **STEPS)
     options = {"ways": 2, "shots": 2, "queries": 2}

@@ -46,8 +46,8 @@ def linear_cross_entropy(
     """Return the sum over rows of -log softmax(hidden @ weight.T)[target] as a float32 scalar, without ignored targets.
 
     hidden (N, D), weight (V, D), targets (N); `softcap` is that of `cap_logits`, `chunk_rows` the number of rows per
-    chunk. Never synchronises with the device. Under autocast the products are computed in its dtype, the softmax in float32, and the gradient of the weight is
-    accumulated in float32.
+    chunk. Never synchronises with the device. Under autocast the products are computed in its dtype, the softmax in float32,
+    and the gradient of the weight is accumulated in float32.
     """
     device_type = get_device_type(hidden.device)
     dtype = hidden.dtype

@@ -1,8 +1,8 @@
 """Triton kernel of the linear cross-entropy: each program computes loss and gradient of one row of logits.
 
 A program passes over its row twice, the second time mostly from the L2 cache: for an online logsumexp, then for softmax -
-onehot in place, times the derivative of a cap of the logits. A single pass with the row in registers took twice as long: one program then fills a multiprocessor, and
-nothing computes while it loads.
+onehot in place, times the derivative of a cap of the logits. A single pass with the row in registers took twice as long: one
+program then fills a multiprocessor, and nothing computes while it loads.
 """
 
 from __future__ import annotations
