@@ -101,6 +101,10 @@ def test_bundled_recipes_have_the_cost_of_their_kind(recipe: str, kind: str, tmp
     assert find_cost(open_task(recipe, output_dir=str(tmp_path)), "cuda") == COSTS["cuda"][kind]
 
 
+def test_a_linear_model_over_ngrams_has_nothing_to_compile(tmp_path: Path) -> None:
+    assert find_cost(open_task("classify", output_dir=str(tmp_path)), "cuda") is None
+
+
 def open_task(recipe: str, **values: Any) -> Any:
     loaded = load_recipe([recipe, values]).recipe
     workload = registry.open_workload(loaded, progress=lambda stage, done, total: None)
