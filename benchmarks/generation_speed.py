@@ -18,6 +18,7 @@ from collections.abc import Callable
 from functools import partial
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from bottega.core.noise import Noise
 from bottega.models import cuda_graph
 from bottega.models.decoder.config import SIZES, TransformerShape
 from bottega.models.decoder.torch import Transformer
+from bottega.models.dit import torch as dit
 from bottega.models.folders.pretrained import export_transformers
 from bottega.models.generator.config import ConditionShape, DiTShape, GeneratorShape
 from bottega.models.generator.torch import Generator
@@ -209,12 +211,12 @@ def draw(task: Generation, model: Generator, batch: dict[str, Tensor], noise: No
 
 @torch.no_grad()
 def draw_plainly(task: Generation, model: Generator, batch: dict[str, Tensor], noise: Noise) -> Tensor:
-    """Draw as before: two passes per evaluation, and weights converted in each."""
+    """Draw as before: two passes per evaluation, weights converted in each, and no kernels of our own."""
     start = noise.normal("start", task.shape.sample)
     drop = torch.ones(len(start), dtype=torch.bool, device=start.device)
     condition, dropped = ({"label": batch["label"], "drop": value} for value in (~drop, drop))
     predict = guide(model, condition, dropped, guidance=GUIDANCE, joins_passes=False)
-    with torch.autocast("cuda", torch.bfloat16):
+    with torch.autocast("cuda", torch.bfloat16), mock.patch.object(dit, "_find_kernels", return_value=None):
         return solvers.sample(predict, start, NoisePath(), steps=SOLVER_STEPS)
 
 

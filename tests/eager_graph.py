@@ -13,11 +13,19 @@ class EagerGraph:
 
     captured = 0
 
-    def __init__(self, function: Callable[[], object], *, state: Sequence[torch.Tensor], pool: Any = None) -> None:
-        saved = [tensor.clone() for tensor in state]
-        function()
-        for tensor, value in zip(state, saved, strict=True):
-            tensor.copy_(value)
+    def __init__(
+        self,
+        function: Callable[[], object],
+        *,
+        state: Sequence[torch.Tensor] = (),
+        pool: Any = None,
+        is_warm: bool = False,
+    ) -> None:
+        if not is_warm:
+            saved = [tensor.clone() for tensor in state]
+            function()
+            for tensor, value in zip(state, saved, strict=True):
+                tensor.copy_(value)
         self.replay = function
         EagerGraph.captured += 1
 

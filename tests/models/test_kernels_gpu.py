@@ -89,3 +89,41 @@ def test_causal_flash_attention_with_a_prefix_matches_a_mask() -> None:
     mask = torch.ones(9, 14, dtype=torch.bool, device="cuda").tril(14 - 9)
     expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)
     assert (actual - expected).float().abs().max() <= 2e-2 * expected.float().abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [96, 768])
+def test_kernels_of_a_diffusion_transformer_compute_what_torch_does(width: int, dtype: torch.dtype) -> None:
+    from bottega.models.dit import sampling_kernels
+
+    x, delta = (normal(3, 10, width, seed=i, dtype=dtype) for i in (0, 1))
+    # Slices of one projection, as in the model: rows are further apart than they are long.
+    shift, scale, gate = normal(3, 1, 3 * width, seed=2, dtype=dtype).chunk(3, dim=-1)
+    tolerance = 1e-5 if dtype is torch.float32 else 8e-3
+    modulated = sampling_kernels.normalise_and_modulate(x, shift, scale, epsilon=1e-6)
+    expected = F.layer_norm(x.double(), (width,), eps=1e-6) * (1 + scale.double()) + shift.double()
+    assert modulated.dtype == dtype
+    assert (modulated.double() - expected).norm() <= tolerance * expected.norm()
+    total = sampling_kernels.add_gated(x, gate, delta)
+    expected = x.double() + gate.double() * delta.double()
+    assert (total.double() - expected).norm() <= tolerance * expected.norm()
+
+
+def test_a_diffusion_transformer_without_gradients_predicts_what_it_is_trained_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from bottega.models.dit import torch as dit
+    from bottega.models.generator.config import DiTShape
+
+    shape = DiTShape(grid=(8, 8), patch=(2, 2), channels=3, hidden_size=96, num_layers=3, num_heads=4)
+    model = dit.DiT(shape)
+    for index, parameter in enumerate(model.parameters()):
+        parameter.data = 0.2 * normal(*parameter.shape, seed=index).cpu()
+    model = model.to("cuda").eval()
+    inputs = normal(5, 8, 8, 3), torch.full((5,), 300.0, device="cuda")
+    with torch.enable_grad():
+        expected = model(*inputs, vector=normal(5, 96, seed=1)).detach()
+    with torch.no_grad():
+        assert dit._find_kernels(inputs[0]) is not None
+        actual = model(*inputs, vector=normal(5, 96, seed=1))
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)

@@ -16,20 +16,28 @@ from bottega.terminal import print_notice
 class CapturedGraph:
     """A CUDA graph of a function without arguments, which reads and writes tensors at fixed addresses.
 
-    The function must not wait for the device. Its warm-up changes `state`, tensors that it updates rather than overwrites;
-    they are restored. Call `release` at the end: a graph owns the memory of its intermediate results.
+    The function must not wait for the device. Call `release` at the end: a graph owns the memory of its intermediate results.
     """
 
     def __init__(
-        self, function: Callable[[], object], *, state: Sequence[Tensor], pool: CapturedGraph | None = None
+        self,
+        function: Callable[[], object],
+        *,
+        state: Sequence[Tensor] = (),
+        pool: CapturedGraph | None = None,
+        is_warm: bool = False,
     ) -> None:
-        """Capture `function`; with `pool`, in the memory of another graph, which never runs at the same time."""
-        saved = [tensor.clone() for tensor in state]
-        with _disabled_autocast_cache():
-            # The first call chooses and loads kernels, which is not possible during the capture.
-            function()
-            for tensor, value in zip(state, saved, strict=True):
-                tensor.copy_(value)
+        """Capture `function`; with `pool`, in the memory of another graph, which never runs at the same time.
+
+        It is called once before, which chooses and loads kernels: that is not possible during the capture. `state` are tensors
+        that it updates rather than overwrites, which are restored. With `is_warm` it has been called with such tensors already.
+        """
+        with without_autocast_cache():
+            if not is_warm:
+                saved = [tensor.clone() for tensor in state]
+                function()
+                for tensor, value in zip(state, saved, strict=True):
+                    tensor.copy_(value)
             self._graph = torch.cuda.CUDAGraph()
             # Only calls of this thread are checked: loaders and watchdogs of a training run go on in theirs.
             with torch.cuda.graph(
@@ -49,7 +57,7 @@ class CapturedGraph:
 
 
 @contextmanager
-def _disabled_autocast_cache() -> Iterator[None]:
+def without_autocast_cache() -> Iterator[None]:
     """Context without cached casts of weights, which are freed at the end of an autocast block while a graph still reads them."""
     was_enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)

@@ -84,9 +84,18 @@ def test_a_failed_capture_is_reported_and_the_plain_prediction_used(
 
     monkeypatch.setattr(prediction, "CapturedGraph", fail)
     start = torch.zeros(2, 4, 4, 1).as_subclass(OnGpu)
-    predict = lambda x, time: x  # noqa: E731
+    calls: list[float] = []
+
+    def predict(x: Tensor, time: Tensor) -> Tensor:
+        calls.append(float(time[0]))
+        return x + time[0]
+
     with prediction.captured_prediction(predict, start, num_evaluations=10) as chosen:
-        assert chosen is predict
+        for time in (1.0, 2.0, 3.0):
+            assert torch.equal(
+                chosen(torch.ones(2, 4, 4, 1), torch.full((2,), time)), torch.full((2, 4, 4, 1), 1 + time)
+            )
+    assert calls == [1.0, 2.0, 3.0]
     assert "samples are drawn without a CUDA graph" in capsys.readouterr().err
 
 

@@ -106,11 +106,12 @@ class Block(nn.Module):
         """Return the new x (B, N, D); c (B, D) embeds time and class, `mask` is broadcast to (B, H, N, L)."""
         modulation = self.modulation(c)[:, None].chunk(6, dim=-1)
         shift_attn, scale_attn, gate_attn, shift_mlp, scale_mlp, gate_mlp = modulation
-        x = x + gate_attn * self._apply_dropout(self._attend(_modulate(x, shift_attn, scale_attn)))
+        attended = self._attend(_modulate(x, shift_attn, scale_attn))
+        x = _add_gated(x, gate_attn, self._apply_dropout(attended))
         if self.cross is not None:
             x = x + self.cross(layer_norm(x), context, mask)
         h = F.gelu(self.up(_modulate(x, shift_mlp, scale_mlp)), approximate="tanh")
-        return x + gate_mlp * self._apply_dropout(self.down(h))
+        return _add_gated(x, gate_mlp, self._apply_dropout(self.down(h)))
 
     def _attend(self, x: Tensor) -> Tensor:
         if self.extent == "all":
@@ -236,8 +237,27 @@ def layer_norm(x: Tensor) -> Tensor:
     return F.layer_norm(x.float(), x.shape[-1:], eps=EPSILON).to(x.dtype)
 
 
-def _modulate(x: Tensor, shift: Any, scale: Any) -> Tensor:
+def _modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    kernels = _find_kernels(x)
+    if kernels is not None:
+        return kernels.normalise_and_modulate(x, shift, scale, epsilon=EPSILON)
     return layer_norm(x) * (1 + scale) + shift
+
+
+def _add_gated(x: Tensor, gate: Tensor, delta: Tensor) -> Tensor:
+    kernels = _find_kernels(x)
+    return x + gate * delta if kernels is None else kernels.add_gated(x, gate, delta)
+
+
+def _find_kernels(x: Tensor) -> Any | None:
+    """Return the module of Triton kernels, which have no gradients; None on a CPU, in training, while compiling and without Triton."""
+    if not x.is_cuda or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return None
+    try:
+        from bottega.models.dit import sampling_kernels
+    except ImportError:
+        return None
+    return sampling_kernels
 
 
 def patchify(x: Tensor, patch: tuple[int, ...]) -> Tensor:

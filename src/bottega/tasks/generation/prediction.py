@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bottega.models.cuda_graph import CapturedGraph, report_failed_capture
+from bottega.models.cuda_graph import CapturedGraph, report_failed_capture, without_autocast_cache
 from bottega.models.dit.torch import DiT
 from bottega.models.generator.torch import Generator
 from bottega.tasks.generation.solvers import Predict
@@ -18,7 +18,7 @@ MAX_JOINED_ROWS = 64
 """Largest batch whose two passes of guidance are joined on a GPU. A larger batch fills a device by itself, and twice as many rows would
 take twice the memory."""
 MIN_GRAPH_EVALUATIONS = 4
-"""Evaluations of the model from which they are captured; a capture takes as long as two."""
+"""Evaluations of the model from which they are captured; a capture takes the host as long as one."""
 
 
 def guide(
@@ -77,40 +77,50 @@ def captured_prediction(predict: Predict, start: Tensor, *, num_evaluations: int
     if not start.is_cuda or num_evaluations < MIN_GRAPH_EVALUATIONS:
         yield predict
         return
-    captured: _CapturedPrediction | None = None
+    captured = _CapturedPrediction(predict, start)
     try:
-        captured = _CapturedPrediction(predict, start)
-    except Exception as error:
-        report_failed_capture("samples are drawn", error)
-    try:
-        yield predict if captured is None else captured
+        yield captured
     finally:
-        if captured is not None:
-            captured.release()
+        captured.release()
 
 
 class _CapturedPrediction:
-    """A prediction whose inputs and output have fixed addresses."""
+    """A prediction whose inputs and output have fixed addresses: the first call loads the kernels, the second captures them."""
 
     def __init__(self, predict: Predict, start: Tensor) -> None:
-        self._x = start.float().clone(memory_format=torch.contiguous_format)
+        self._predict = predict
+        self._x = torch.empty_like(start, dtype=torch.float32, memory_format=torch.contiguous_format)
         self._time = torch.zeros(len(start), device=start.device)
         self._output = self._x
-
-        def compute() -> None:
-            with torch.no_grad():
-                self._output = predict(self._x, self._time)
-
-        self._graph = CapturedGraph(compute, state=())
+        self._num_calls = 0
+        self._graph: CapturedGraph | None = None
 
     def __call__(self, x: Tensor, time: Tensor) -> Tensor:
         self._x.copy_(x)
         self._time.copy_(time)
-        self._graph.replay()
+        self._num_calls += 1
+        if self._num_calls == 2:
+            self._capture()
+        if self._graph is None:
+            with without_autocast_cache():
+                self._compute()
+        else:
+            self._graph.replay()
         return self._output.clone()  # the next call overwrites it
 
+    def _compute(self) -> None:
+        with torch.no_grad():
+            self._output = self._predict(self._x, self._time)
+
+    def _capture(self) -> None:
+        try:
+            self._graph = CapturedGraph(self._compute, is_warm=True)
+        except Exception as error:
+            report_failed_capture("samples are drawn", error)
+
     def release(self) -> None:
-        self._graph.release()
+        if self._graph is not None:
+            self._graph.release()
 
 
 def count_evaluations(method: str, steps: int) -> int:
