@@ -7,7 +7,8 @@
 The learning rate of each method is chosen by the same sweep, on one seed; then three seeds of each. The baseline's final loss,
 the mean over seeds, is the goal. A method gets a fraction of the baseline's tokens, with a schedule of that length: it
 reaches the goal if its final loss is at most that. Seconds are those of the steps, without compilation and evaluations, which
-are the same for all. Prints a line a run, a table, and one line of JSON.
+are the same for all; they come from short runs alone on the machine, one method after the other. Prints a line a run, a table,
+and one line of JSON.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+EVALUATIONS, TIMED_STEPS = 2, 60
 HELD_BACK = slice(4, None, 10)
 """Every tenth novel, from the fifth on."""
 
@@ -111,10 +113,11 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--methods", help="names of methods, separated by commas; without gpt2 there is no table")
     parser.add_argument("--rows", action="store_true", help="one change at a time instead of the recipes")
-    parser.add_argument("--seeds", type=int, default=3, help="0 is the sweep alone, whose seconds are not comparable")
+    parser.add_argument("--seeds", type=int, default=3, help="0 is the sweep alone")
     parser.add_argument("--steps", type=int, help="length of the baseline; default: that of the corpus")
     parser.add_argument("--rates", type=float, nargs="+", help="learning rates of the sweep; one: no sweep")
-    parser.add_argument("--jobs", type=int, default=3, help="runs of the sweep side by side; the final runs are alone")
+    parser.add_argument("--jobs", type=int, default=3, help="runs side by side; those that are timed are alone")
+    parser.add_argument("--timing-rounds", type=int, default=2, help="rounds of short runs for the seconds; 0: none")
     arguments = parser.parse_args()
     corpus = CORPORA[arguments.corpus]
     if arguments.rates:
@@ -130,7 +133,8 @@ def main() -> None:
             else ["gpt2", *(ROWS if arguments.rows else ["default", "speedrun"])]
         )
         report = bench.compare(names, seeds=arguments.seeds, jobs=arguments.jobs)
-    if "gpt2" in names:
+        report["step_seconds"] = bench.time_steps(names, rounds=arguments.timing_rounds)
+    if "gpt2" in names and arguments.timing_rounds:
         print_table(report)
     print(json.dumps({"bench": "time_to_loss", "corpus": arguments.corpus, **report}))
 
@@ -173,14 +177,24 @@ class Bench:
             for (name, rate), result in zip(sweep, results, strict=True):
                 if rate == rates[name]:
                     runs[name, first_fractions[name]].append(result)
-        for seed in range(seeds):  # interleaved
-            for name, fraction in rows:
-                runs[name, fraction].append(self.run(name, fraction, rates[name], seed=seed))
+        final = [(name, fraction, seed) for seed in range(seeds) for name, fraction in rows]
+        with ThreadPoolExecutor(jobs) as pool:
+            trained = list(pool.map(lambda run: self.run(run[0], run[1], rates[run[0]], seed=run[2]), final))
+        for (name, fraction, _), result in zip(final, trained, strict=True):
+            runs[name, fraction].append(result)
         return {
             "rates": rates,
             "sweep": [{"method": n, "rate": rate, **r} for (n, rate), r in zip(sweep, results, strict=True)],
             "rows": [{"method": name, "fraction": fraction, "runs": runs[name, fraction]} for name, fraction in rows],
         }
+
+    def time_steps(self, methods: list[str], *, rounds: int) -> dict[str, float]:
+        """Return the seconds of a step of each method, from short runs alone in interleaved rounds."""
+        seconds: dict[str, list[float]] = {name: [] for name in methods}
+        for _ in range(rounds):
+            for name in methods:
+                seconds[name].append(self.run(name, 1.0, 1e-3, seed=0, steps=TIMED_STEPS)["seconds"] / TIMED_STEPS)
+        return {name: statistics.median(values) for name, values in seconds.items() if values}
 
     def run(self, name: str, fraction: float, rate: float, *, seed: int, steps: int | None = None) -> dict[str, Any]:
         """Train once; return the final validation loss, the seconds of all steps, and the losses on the way."""
@@ -198,7 +212,16 @@ class Bench:
 
     def _run_plain(self, num_steps: int, rate: float, seed: int) -> dict[str, Any]:
         words = f"{self.corpus.recipe} {self.corpus.words} device={self.device}"
-        command = [sys.executable, str(HERE / "plain_gpt2.py"), "--words", words, "--steps", str(num_steps)]
+        command = [
+            sys.executable,
+            str(HERE / "plain_gpt2.py"),
+            "--words",
+            words,
+            "--steps",
+            str(num_steps),
+            "--evaluations",
+            str(EVALUATIONS),
+        ]
         output = run_command([*command, "--learning-rate", str(rate), "--seed", str(seed)], self.folder)
         result = json.loads(output.splitlines()[-1])
         return {"loss": result["losses"][-1][1], **result}
@@ -209,7 +232,7 @@ class Bench:
         overrides = method.overrides.replace("HALF", str(size // 2)).replace("REST", str(round(1.125 * size)))
         words = (
             f"{method.recipe or self.corpus.recipe} {self.corpus.words} {overrides} device={self.device} name={name} seed={seed} max_steps={num_steps} learning_rate={rate} "
-            f"evaluation.every={max(1, num_steps // 10)} evaluation.max_batches=null compile={str(self.device == 'cuda').lower()} "
+            f"evaluation.every={max(1, num_steps // EVALUATIONS)} evaluation.max_batches=null compile={str(self.device == 'cuda').lower()} "
             "samples.every=null checkpoint.every=null logging.tensorboard=false logging.report=false logging.modules=false --quiet --fresh"
         )
         run_command([sys.executable, "-m", "bottega", "train", *shlex.split(words)], self.folder)
@@ -232,15 +255,11 @@ def run_command(command: list[str], folder: Path) -> str:
 def print_table(report: dict[str, Any]) -> None:
     """Print the final loss of each method and its tokens and seconds relative to the baseline's."""
     baseline = next(row for row in report["rows"] if row["method"] == "gpt2")
-    seconds = {
-        (row["method"], row["fraction"]): statistics.mean(run["seconds"] for run in row["runs"])
-        for row in report["rows"]
-    }
     goal = statistics.mean(run["loss"] for run in baseline["runs"])
     print(f"\n{'method':<12}{'rate':>9}{'tokens':>9}{'seconds':>9}{'loss':>9}{'spread':>9}  reaches {goal:.4f}")
     for row in report["rows"]:
         losses = [run["loss"] for run in row["runs"]]
-        ratio = seconds[row["method"], row["fraction"]] / seconds["gpt2", 1.0]
+        ratio = row["fraction"] * report["step_seconds"][row["method"]] / report["step_seconds"]["gpt2"]
         print(
             f"{row['method']:<12}{report['rates'][row['method']]:>9g}{row['fraction']:>9.2f}{ratio:>9.2f}"
             f"{statistics.mean(losses):>9.4f}{max(losses) - min(losses):>9.4f}  {'yes' if statistics.mean(losses) <= goal else 'no'}"
