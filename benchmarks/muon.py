@@ -86,14 +86,15 @@ class Bench:
     ) -> dict[str, Any]:
         """Train and evaluate once; return the measure and the seconds of all steps."""
         steps = round(self.steps * fraction)
-        name = f"{optimizer}-{rate:g}-{seed}-{steps}-{split}"
-        self.call(
-            *("train", *self.words(), *self.settings, f"name={name}", f"seed={seed}", f"max_steps={steps}"),
-            *(f"training.optimizer={OPTIMIZERS[optimizer]}", f"training.learning_rate={rate:g}"),
-            *("evaluation.every=25%", "samples.every=null", "checkpoint.every=null", "early_stopping=null"),
-            *("logging.report=false", "logging.tensorboard=false", "logging.modules=false", "--quiet"),
-        )
+        name = f"{optimizer}-{rate:g}-{seed}-{steps}"
         run = self.folder / "runs" / name
+        if not run.exists():  # the sweep has trained some of them
+            self.call(
+                *("train", *self.words(), *self.settings, f"name={name}", f"seed={seed}", f"max_steps={steps}"),
+                *(f"training.optimizer={OPTIMIZERS[optimizer]}", f"training.learning_rate={rate:g}"),
+                *("evaluation.every=25%", "samples.every=null", "checkpoint.every=null", "early_stopping=null"),
+                *("logging.report=false", "logging.tensorboard=false", "logging.modules=false", "--quiet"),
+            )
         count = [] if self.case.count is None else ["--count", str(self.case.count)]
         result = json.loads(self.call("evaluate", str(run), "--checkpoint", "last", "--split", split, *count, "--json"))
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -156,13 +157,14 @@ def main() -> None:
     parser.add_argument(
         "--rates", nargs="*", default=[], metavar="NAME=R,R", help="rates of a sweep, as muon=2e-3,4e-3"
     )
+    parser.add_argument("--count", type=int, help="generated samples; default: that of the case")
     parser.add_argument("--set", nargs="*", default=[], help="further overrides of the recipe")
     arguments = parser.parse_args()
     case = CASES[arguments.case]
     chosen = {
         name: tuple(map(float, values.split(","))) for name, _, values in (x.partition("=") for x in arguments.rates)
     }
-    case = replace(case, rates={**case.rates, **chosen})
+    case = replace(case, rates={**case.rates, **chosen}, count=arguments.count or case.count)
     data = str(Path(arguments.data).resolve()) if arguments.data else None
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(arguments.jobs) as pool:
         bench = Bench(Path(temporary), case, data, tuple(arguments.set), arguments.steps or case.steps)

@@ -39,8 +39,8 @@ def test_trains_and_resumes_bitwise_equal(technique: str, medium: str, tmp_path:
 
 @pytest.mark.parametrize("technique", ["lora", "distill", "ewc and replay"])
 def test_fp16_with_loss_scale_matches_fp32(technique: str, tmp_path: Path) -> None:
-    """Terms that a technique adds to the loss or the gradients are scaled too."""
-    values = {**TECHNIQUES[technique]("classify", tmp_path), **STEPS, "device": "cuda"}
+    """Terms that a technique adds to the loss or the gradients are scaled too. On a GPU dropout masks differ between dtypes."""
+    values = {**TECHNIQUES[technique]("classify", tmp_path), **STEPS, "device": "cuda", "model.dropout": 0.0}
     losses = {}
     for precision in ("fp16", "fp32"):
         changes = {"training.mixed_precision": precision, "training.compile": False, "name": precision}

@@ -37,24 +37,23 @@ class CompileCost(NamedTuple):
         return self.estimate_saving(num_steps, step_seconds) > MARGIN * self.compile_seconds
 
 
-# Not measured yet by benchmarks/compile_cost.py. From docs/log.md and docs/benchmarks.md: the seconds of decoder (7 to 17 s
-# to the first step) and personalize (145 s), the factors of dit (1.79 times as fast) and personalize (1.38 times); from the
-# 60-step runs of audio, routing/mind and multitask (38, 53 and 62 s): the seconds of the others. The rest is estimated.
+# From benchmarks/compile_cost.py on an H200, eight processes on 16 cores, where compiling takes up to 1.5 times as long as alone.
+# Of personalize: docs/log.md. Not measured, and so estimates: unet, pretrained-encoder, autoencoder, clip, other.
 COSTS: Mapping[str, Mapping[str, CompileCost]] = {
     "cuda": {
-        "decoder": CompileCost(12.0, 0.65, 0.020),
-        "ssm": CompileCost(20.0, 0.70, 0.020),
-        "dit": CompileCost(30.0, 0.56, 0.030),
+        "decoder": CompileCost(17.0, 0.72, 0.021),
+        "ssm": CompileCost(16.0, 0.58, 0.038),
+        "dit": CompileCost(32.0, 0.35, 0.020),
         "unet": CompileCost(60.0, 0.75, 0.040),
-        "encoder": CompileCost(15.0, 0.70, 0.015),
-        "text-cnn": CompileCost(10.0, 0.80, 0.005),
-        "pretrained-encoder": CompileCost(30.0, 0.75, 0.030),
-        "convnet": CompileCost(20.0, 0.85, 0.010),
-        "spiking": CompileCost(60.0, 0.60, 0.040),
+        "encoder": CompileCost(47.0, 0.82, 0.025),
+        "text-cnn": CompileCost(33.0, 0.73, 0.010),
+        "pretrained-encoder": CompileCost(47.0, 0.75, 0.030),
+        "convnet": CompileCost(29.0, 0.65, 0.010),
+        "spiking": CompileCost(13.0, 0.63, 0.011),
         "autoencoder": CompileCost(30.0, 0.85, 0.020),
         "clip": CompileCost(30.0, 0.75, 0.030),
-        "routing": CompileCost(45.0, 0.60, 0.020),
-        "recall": CompileCost(30.0, 0.70, 0.020),
+        "routing": CompileCost(27.0, 0.36, 0.031),
+        "recall": CompileCost(15.0, 0.45, 0.059),
         "personalize": CompileCost(145.0, 0.72, 0.200),
         "other": CompileCost(30.0, 0.80, 0.020),
     }
