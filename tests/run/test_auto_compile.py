@@ -223,7 +223,7 @@ def test_a_value_in_the_recipe_replaces_the_mode_of_the_checkpoint() -> None:
     callback.load_state_dict({"compiled": False, "failed": False})
     callback.start(Progress(total=20, step=10))
     assert engine.is_compiled
-    assert recorder.notes == []
+    assert recorder.notes == ["training.compile: the first step compiles the model, which can take minutes"]
 
 
 @pytest.mark.usefixtures("cost")
@@ -350,8 +350,9 @@ def test_a_run_on_a_cpu_has_nothing_to_choose(compiler: FakeCompiler, tmp_path: 
     assert "compiled" not in (run / "metrics.jsonl").read_text()
     assert "training.compile" not in (run / "log.txt").read_text()
     assert compiler.num_calls == 0
-    train(tmp_path, "compiled", **{"training.compile": True})
+    compiled = train(tmp_path, "compiled", **{"training.compile": True})
     assert compiler.num_calls > 0
+    assert (compiled / "log.txt").read_text().count("the first step compiles the model") == 1, "the wait is announced"
 
 
 @pytest.mark.parametrize("cost", [AT_ONCE, NEVER], indirect=True)

@@ -52,6 +52,8 @@ class AutoCompile(Callback):
             mode = "on" if engine.is_compiled else "off"
             resumed_note = f"training.compile: auto is {mode}, as in the checkpoint"
             self.console.info(resumed_note if is_resumed or choice.note is None else choice.note)
+        elif engine.is_compiled and progress.step < progress.total:
+            self.console.info("training.compile: the first step compiles the model, which can take minutes")
         self._start_timing(progress.step, is_done=not is_auto or recipe.deterministic or engine.is_compiled)
 
     def _restore(self) -> None:

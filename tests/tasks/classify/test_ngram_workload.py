@@ -159,6 +159,7 @@ def test_model_keys_select_the_ngrams(kind: str, shape: type, tmp_path: Path) ->
         ({"model.word_ngrams": 99}, "word_ngrams"),
         ({"model.character_ngrams": [5, 3]}, r"such as \[3, 5\]"),
         ({"model.character_ngrams": [3]}, r"such as \[3, 5\]"),
+        ({"model.character_ngrams": 3}, r"such as \[3, 5\]"),
         ({"model.word_ngrams": 0, "model.character_ngrams": []}, "leaves no n-grams"),
         ({"model.kind": "ngrams", "model.from": "somewhere"}, "does not start from other weights"),
         ({"model.kind": "cnn", "model.wide": True, "model.from": "somewhere"}, "cannot be combined with weights"),

@@ -80,10 +80,11 @@ class ClassifyModel(Model):
         options = {key: value for key, value in values.items() if value is not None}
         return NgramSpec(**options | ({"characters": None} if self.character_ngrams == () else {}))
 
-    @field_validator("character_ngrams")
+    @field_validator("character_ngrams", mode="before")
     @classmethod
-    def _check_character_ngrams(cls, lengths: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        if lengths and (len(lengths) != 2 or not lengths[0] <= lengths[1] <= MAX_NGRAM_LENGTH):
+    def _check_character_ngrams(cls, lengths: Any) -> Any:
+        is_pair = isinstance(lengths, list | tuple) and len(lengths) == 2 and all(type(x) is int for x in lengths)
+        if lengths not in (None, [], ()) and not (is_pair and lengths[0] <= lengths[1] <= MAX_NGRAM_LENGTH):
             raise ValueError(
                 f"expected the shortest and the longest length, such as [3, 5], up to {MAX_NGRAM_LENGTH}; [] is none"
             )
