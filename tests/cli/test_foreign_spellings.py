@@ -14,8 +14,8 @@ from bottega import cli
 from bottega.config.yaml_io import parse_yaml
 from bottega.core.errors import UsageError
 from bottega.engines.torch.backend import TorchBackend
-from bottega.run.checks import list_unused_settings
 from bottega.run.resume import resolve_checkpoint_path
+from bottega.run.setting_notes import list_unused_settings
 from bottega.tasks.recipes import check_recipe, load_recipe
 from config.guide_blocks import PERSONALIZE
 from small_run import train, train_arguments, write_text

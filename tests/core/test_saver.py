@@ -15,8 +15,9 @@ from bottega.core import checkpoint
 from bottega.core.callback import Progress
 from bottega.core.engine import Snapshot
 from bottega.core.errors import CheckpointError, EnvironmentProblem
-from bottega.core.saver import MAX_FAILED_SAVES, NUM_ATTEMPTS, Saver, check_disk_space, explain_os_error
+from bottega.core.saver import MAX_FAILED_SAVES, NUM_ATTEMPTS, Saver, explain_os_error
 from bottega.core.types import Tensors
+from bottega.run.disk_space import check_disk_space
 
 
 class BlockingSnapshot(Snapshot):

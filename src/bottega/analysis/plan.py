@@ -23,13 +23,12 @@ from bottega.run.checks import (
     find_model_problems,
     find_problems,
     find_size_problems,
-    list_adjusted_settings,
-    list_unused_settings,
     load_checked_recipe,
     parse_words,
     raise_all,
 )
 from bottega.run.compose import build_training_plan, prepare_workload
+from bottega.run.setting_notes import list_adjusted_settings, list_unused_settings
 from bottega.run.train import ensure_dependency, is_exported, prepare_data
 from bottega.tasks import dependencies
 from bottega.tasks.personalize.config import PersonalizeRecipe

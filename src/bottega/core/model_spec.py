@@ -9,14 +9,16 @@ from operator import attrgetter
 from typing import Any
 
 Reference = str | Callable[..., Any]
-"""A function or class, or its name ("package.module:function" or "package.module:Class.method"), imported only when used."""
+"""A function or class, or its name ("package.module:function" or "package.module:Class.method"), imported only when used.
+
+`{framework}` in a name stands for the framework of the engine, torch or jax."""
 
 
-def resolve_reference(reference: Reference) -> Any:
+def resolve_reference(reference: Reference, framework: str = "torch") -> Any:
     """Return the function or class that a reference names."""
     if not isinstance(reference, str):
         return reference
-    module, _, name = reference.partition(":")
+    module, _, name = reference.format(framework=framework).partition(":")
     return attrgetter(name)(import_module(module))
 
 

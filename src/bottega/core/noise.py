@@ -1,7 +1,7 @@
 """Counter-based random numbers: Threefry-2x32 (Salmon et al., 2011) keyed by seed, step, position and name.
 
-The cipher uses only `+ ^ << >> & |`, so the same code runs on numpy and torch integers and agrees bit for bit. The draws
-of an example depend on its position in the global batch, never on how the batch is split.
+The cipher uses only `+ ^ << >> & |`, so the same code runs on numpy, torch and JAX integers and agrees bit for bit. The
+draws of an example depend on its position in the global batch, never on how the batch is split.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ MASK = 0xFFFFFFFF
 ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
 
 
-def threefry(key: tuple[Any, Any], counter: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Apply twenty rounds of Threefry-2x32 to 64-bit integers that hold 32-bit words."""
+def threefry(key: tuple[Any, Any], counter: tuple[Any, Any], *, mask: Any = MASK) -> tuple[Any, Any]:
+    """Apply twenty rounds of Threefry-2x32 to 64-bit integers that hold 32-bit words, or to uint32 with a mask of that type."""
     keys = (key[0], key[1], key[0] ^ key[1] ^ 0x1BD11BDA)
-    x, y = (counter[0] + keys[0]) & MASK, (counter[1] + keys[1]) & MASK
+    x, y = (counter[0] + keys[0]) & mask, (counter[1] + keys[1]) & mask
     for i in range(20):
         r = ROTATIONS[i % 8]
-        x = (x + y) & MASK
-        y = (((y << r) | (y >> (32 - r))) & MASK) ^ x
+        x = (x + y) & mask
+        y = (((y << r) | (y >> (32 - r))) & mask) ^ x
         if i % 4 == 3:
             j = i // 4 + 1
-            x, y = (x + keys[j % 3]) & MASK, (y + keys[(j + 1) % 3] + j) & MASK
+            x, y = (x + keys[j % 3]) & mask, (y + keys[(j + 1) % 3] + j) & mask
     return x, y
 
 
@@ -59,6 +59,11 @@ class Noise:
     step: int
     positions: Any
     xp: Any = np
+
+    @property
+    def framework(self) -> str:
+        """The framework whose models take these draws: torch, which reads draws of numpy too, or jax."""
+        return "jax" if self.xp.__name__.startswith("jax") else "torch"
 
     def uniform(self, name: str, shape: tuple[int, ...] = ()) -> Any:
         """Return uniform numbers in (0, 1), float32, `(examples, *shape)`."""

@@ -29,6 +29,11 @@ class Task(BaseModel, ABC):
     update_inputs: ClassVar[tuple[str, ...]] = ()
     """Names of the `Loss.rows` that `update` receives too."""
 
+    @property
+    def noise_names(self) -> tuple[str, ...]:
+        """Names of all draws of `loss`: JAX gets their keys, which are hashes of names, before a step."""
+        return ()
+
     @abstractmethod
     def specs(self) -> dict[str, ModelSpec]:
         """Return the models by name, as descriptions that an engine builds. "model" is trained, the others are frozen."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -76,7 +76,17 @@ def fill_parameters(module: nn.Module, compute_value: Callable[[str, tuple[int, 
         with torch.no_grad():
             parameter.copy_(torch.from_numpy(compute_value(name, tuple(parameter.shape))))
 
+    _map_in_threads(set_parameter, module.named_parameters())
+
+
+def draw_parameters(
+    shapes: Mapping[str, tuple[int, ...]], compute_value: Callable[[str, tuple[int, ...]], np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Return `compute_value(name, shape)` of every parameter, by name."""
+    return dict(zip(shapes, _map_in_threads(compute_value, shapes.items()), strict=True))
+
+
+def _map_in_threads(function: Callable[[str, Any], Any], items: Iterable[tuple[str, Any]]) -> list[Any]:
     # numpy releases the interpreter lock while it draws, so threads across parameters use all cores.
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        for future in [pool.submit(set_parameter, name, parameter) for name, parameter in module.named_parameters()]:
-            future.result()
+        return [future.result() for future in [pool.submit(function, *item) for item in items]]

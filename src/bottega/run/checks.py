@@ -19,10 +19,9 @@ from bottega.config.flags import FlagError, Override
 from bottega.config.load import RecipeError, ResolvedRecipe, get_global_batch_size
 from bottega.config.recipe import Recipe
 from bottega.config.section import Section
-from bottega.config.unused_options import list_unused_options
 from bottega.core.errors import BottegaError, DataError, EnvironmentProblem, UsageError
 from bottega.core.rundir import Lock, RunDirectory
-from bottega.core.saver import check_disk_space, explain_os_error
+from bottega.core.saver import explain_os_error
 from bottega.core.task import Task
 from bottega.data.formats.files import check_exists
 from bottega.engines.backend import open_backend
@@ -32,12 +31,12 @@ from bottega.run.compose import (
     check_metrics,
     check_profile,
     count_total_steps,
-    describe_shortened_warmup,
 )
+from bottega.run.disk_space import check_disk_space
+from bottega.run.setting_notes import get_device_type
 from bottega.tasks import dependencies
 from bottega.tasks.base_model import resolve_base_folder
 from bottega.tasks.generation.config import Generator
-from bottega.tasks.personalize.config import PersonalizeRecipe
 from bottega.tasks.recipes import check_recipe, load_recipe, parse_overrides
 from bottega.tasks.registry import find_spec
 from bottega.techniques.training_plan import TrainingPlan
@@ -139,15 +138,6 @@ def find_model_problems(recipe: Recipe, plan: TrainingPlan) -> list[BottegaError
     return open_backend(recipe.engine).find_model_problems(plan.task, recipe.training, seed=recipe.seed)
 
 
-def list_adjusted_settings(recipe: Recipe, plan: TrainingPlan) -> list[str]:
-    """Return a note for each setting that the data or the model overrides."""
-    data_size = World.from_environment().data_size
-    loader = build_plain_loader(recipe, plan.training, data_size=data_size, order=plan.order)
-    lines = describe_shortened_warmup(recipe, count_total_steps(recipe, loader), round(loader.steps_per_epoch))
-    backend = open_backend(recipe.engine)
-    return [*lines, *backend.describe_optimizer(plan.task, recipe.training, seed=recipe.seed)]
-
-
 def find_size_problems(recipe: Recipe, task: Task) -> list[BottegaError]:
     """Return a problem if the model does not fit in memory, estimated from its shape before it is built."""
 
@@ -211,44 +201,6 @@ def find_checkpoint_folder(recipe: Recipe) -> Path:
     return run.checkpoints if run.checkpoints.is_dir() else _find_nearest_existing(run.path)
 
 
-def list_unused_settings(recipe: Recipe) -> list[str]:
-    """Return a note for each setting of the recipe that has no effect, and for each idle GPU of this machine."""
-    distributed = recipe.distributed
-    lines = [*list_unused_options(recipe), *_describe_idle_gpus(recipe), *_describe_pmg_folders(recipe)]
-    unused = distributed.model_dump(exclude_defaults=True, exclude={"enabled"})
-    if distributed.enabled is False and unused:
-        lines.append(f"distributed.enabled: false, so not used: {', '.join(f'distributed.{key}' for key in unused)}")
-    elif distributed.offload and _get_device_type(recipe) == "cpu":
-        lines.append("distributed.offload has no effect on a CPU, where the optimizer state is in host memory anyway")
-    micro_batch_size, num_processes = recipe.training.micro_batch_size, World.from_environment().data_size
-    batch_size = get_global_batch_size(recipe, num_processes) // num_processes
-    if isinstance(micro_batch_size, int) and micro_batch_size > batch_size:
-        text = (
-            f"training.micro_batch_size: {micro_batch_size} has no effect, because a process has {batch_size} samples"
-        )
-        lines.append(f"{text} in a step")
-    return lines
-
-
-def _describe_pmg_folders(recipe: Recipe) -> list[str]:
-    """Return a note with the names of the folders that PMG's guide mentions."""
-    if not isinstance(recipe, PersonalizeRecipe) or recipe.data.collection is None:
-        return []
-    return ["checkpoint-1000/ and final_model/ of PMG are checkpoints/step-00001000/ and, once exported, final/ here"]
-
-
-def _describe_idle_gpus(recipe: Recipe) -> list[str]:
-    """Return a note on how to use the other GPUs of this machine if only one process was started."""
-    is_single_process = World.from_environment().size == 1 and recipe.distributed.enabled is not False
-    if (
-        not is_single_process
-        or _get_device_type(recipe) != "cuda"
-        or (count := open_backend(recipe.engine).count_gpus()) < 2
-    ):
-        return []
-    return [f"{count} GPUs, 1 used: start with torchrun --nproc_per_node {count} -m bottega train … to use all"]
-
-
 def _collect(*checks: Callable[[], Any]) -> list[BottegaError]:
     """Run every check and return the errors they raise."""
     problems: list[BottegaError] = []
@@ -258,13 +210,6 @@ def _collect(*checks: Callable[[], Any]) -> list[BottegaError]:
         except BottegaError as error:
             problems.append(error)
     return problems
-
-
-def _get_device_type(recipe: Recipe) -> str:
-    try:
-        return open_backend(recipe.engine).device_type(recipe.device)
-    except BottegaError:
-        return recipe.device
 
 
 def _find_package_problems(recipe: Recipe) -> list[BottegaError]:
@@ -279,9 +224,7 @@ def _find_machine_problems(recipe: Recipe, world_size: int) -> list[BottegaError
     problems = _collect(lambda: backend.device_type(recipe.device)) or _collect(
         lambda: backend.check_precision(recipe.training.mixed_precision, recipe.device)
     )
-    return problems + [
-        UsageError(text) for text in _find_process_problems(recipe, world_size, _get_device_type(recipe))
-    ]
+    return problems + [UsageError(text) for text in _find_process_problems(recipe, world_size, get_device_type(recipe))]
 
 
 def _find_process_problems(recipe: Recipe, world_size: int, device: str) -> Iterator[str]:

@@ -18,14 +18,14 @@ from bottega.core.callback import Callback, Progress
 from bottega.core.engine import Engine
 from bottega.core.errors import CheckpointError, Diverged, OutOfMemory, PeerLost, describe_error
 from bottega.core.rundir import RunDirectory
-from bottega.core.saver import check_disk_space, explain_os_error
+from bottega.core.saver import explain_os_error
 from bottega.data.loading.loader import Loader
 from bottega.engines.backend import open_backend
 from bottega.engines.out_of_memory import build_out_of_memory_error
 from bottega.metrics_log import MODULES_LOG, read_metrics, truncate_metrics
 from bottega.run import environment, resume
 from bottega.run.auto_learning_rate import resolve_learning_rate
-from bottega.run.checks import find_data_problems, find_size_problems, list_adjusted_settings, raise_all
+from bottega.run.checks import find_data_problems, find_size_problems, raise_all
 from bottega.run.compose import (
     build_engine,
     build_loader,
@@ -35,8 +35,10 @@ from bottega.run.compose import (
     set_learning_rate_schedule,
 )
 from bottega.run.data_summary import write_data_summary
+from bottega.run.disk_space import check_disk_space
 from bottega.run.model_size import count_parameters, describe_parameters, measure_compute
 from bottega.run.result import announce_result, conclude_run
+from bottega.run.setting_notes import list_adjusted_settings
 from bottega.run.trainer_setup import TrainerSetup
 from bottega.storage.durable import delete_folder
 from bottega.tasks import dependencies, plugins

@@ -16,10 +16,11 @@ from bottega.core.errors import Interrupted, UsageError, describe_error
 from bottega.core.rundir import Lock, RunDirectory
 from bottega.engines.backend import open_backend
 from bottega.run import resume
-from bottega.run.checks import find_problems, list_unused_settings, load_checked_recipe, parse_words, raise_all
+from bottega.run.checks import find_problems, load_checked_recipe, parse_words, raise_all
 from bottega.run.dependencies import lock_dependency, train_in_subprocess, wait_for_dependency
 from bottega.run.prepare import prepare_recipe
 from bottega.run.session import Run, Session
+from bottega.run.setting_notes import list_unused_settings
 from bottega.storage.durable import remove_leftovers, rename_aside
 from bottega.tasks.data_paths import resolve_paths
 from bottega.tasks.dependencies import (

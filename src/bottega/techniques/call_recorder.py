@@ -13,7 +13,8 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from bottega.models.decoder.torch import Block
-from bottega.models.losses.token_loss import IGNORE_INDEX, token_cross_entropy
+from bottega.models.losses import IGNORE_INDEX
+from bottega.models.losses.token_loss import token_cross_entropy
 from bottega.models.spiking.units import SpikingLayer
 
 MODEL_SPECIFIC_ARGUMENTS = ("draws",)

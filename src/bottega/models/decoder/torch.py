@@ -20,8 +20,8 @@ from bottega.models.attention import Attention, RMSNorm, SequenceContext, build_
 from bottega.models.decoder.config import TransformerShape
 from bottega.models.experts.torch import Experts, Routing, drop_initial_experts
 from bottega.models.initial import initialise
+from bottega.models.losses import IGNORE_INDEX
 from bottega.models.losses.linear_cross_entropy import cap_logits, linear_cross_entropy
-from bottega.models.losses.token_loss import IGNORE_INDEX
 from bottega.models.ssm.torch import SSMState, StateSpace
 
 LayerCache = tuple[Tensor, Tensor] | SSMState

@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-IGNORE_INDEX = -100
-"""Target of tokens that are not predicted."""
+from bottega.models.losses import IGNORE_INDEX
 
 
 def token_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from bottega.models.cuda_graph import report_failed_capture
 from bottega.models.decoder.step import DecodeStep, supports_decode_step
 from bottega.models.decoder.torch import DecoderCache, Transformer
 from bottega.models.generator.config import CodeGeneratorShape, CodesBackbone
-from bottega.models.losses.token_loss import IGNORE_INDEX
+from bottega.models.losses import IGNORE_INDEX
 from bottega.tasks.autoencode.vae_task import count_examples
 from bottega.tasks.generation.code_decoding import CaptureFailed, CodeRequest, draw_by_graphs, draw_by_steps
 from bottega.tasks.language.gumbel import GumbelNoise

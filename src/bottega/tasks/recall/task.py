@@ -16,7 +16,7 @@ from bottega.core.noise import Noise
 from bottega.core.task import Task
 from bottega.core.types import Array, Batch, Loss, Models, Sums
 from bottega.models.decoder.config import TransformerShape
-from bottega.models.losses.token_loss import IGNORE_INDEX
+from bottega.models.losses import IGNORE_INDEX
 from bottega.models.memory import torch as memories
 from bottega.models.memory.config import MemoryShape, WorkingMemory
 

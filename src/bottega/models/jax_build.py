@@ -1,0 +1,52 @@
+"""Builds JAX models from model specs, with initial or pretrained weights or as shapes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from bottega.core.model_spec import ModelSpec, resolve_reference
+from bottega.models.jax_layers import Module
+
+FRAMEWORK = "jax"
+
+
+def build_abstract_model(spec: ModelSpec) -> Module:
+    """Return a model whose parameters have shapes and dtypes, but no values."""
+    architecture = resolve_reference(spec.architecture, FRAMEWORK)
+
+    def build() -> Module:
+        model: Module = architecture(spec.config, **spec.options)
+        model.parameter_names = tuple(model.variables())
+        return model
+
+    abstract: Module = nnx.eval_shape(build)
+    return abstract
+
+
+def build_model(spec: ModelSpec, seed: int) -> Module:
+    """Return a model with its initial or pretrained weights, on the default device."""
+    model = build_abstract_model(spec)
+    set_parameters(model, draw_weights(spec, model, seed))
+    return model
+
+
+def draw_weights(spec: ModelSpec, model: Module, seed: int) -> dict[str, np.ndarray]:
+    """Return the weights that a model starts with, on the host, by name."""
+    shapes = {name: variable.shape for name, variable in model.variables().items()}
+    assert spec.initial is not None, "every model with a JAX form has a rule for its initial values"
+    values: dict[str, np.ndarray] = resolve_reference(spec.initial.rule, FRAMEWORK)(
+        shapes, seed, **spec.initial.options
+    )
+    return values
+
+
+def set_parameters(model: Module, values: Mapping[str, Any]) -> None:
+    """Set parameters by name; values may be arrays of the host or of a device."""
+    variables = model.variables()
+    for name, value in values.items():
+        variables[name].set_value(jnp.asarray(value))
