@@ -46,6 +46,10 @@ class Task(BaseModel, ABC):
     def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
         """Return the terms to minimise and the metrics to report, as sums over examples."""
 
+    def bucket(self, batch: Batch) -> Batch:
+        """Return a host batch padded to one of few shapes, for an engine that compiles for each; padding changes no sum."""
+        return batch
+
     def score(self, rows: Rows) -> dict[str, float]:
         """Return metrics that are not means over examples, from the rows of a data set: each example once, in order."""
         return {}
