@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bottega.models.text_classifier.config import KimShape
-from bottega.models.text_classifier.kim import Kim, initialise_kim
+from bottega.models.text_classifier.kim.torch import Kim, initialise_kim
 
 SHAPE = KimShape(vocab_size=30, num_labels=3, embed_size=8, num_filters=6, filter_sizes=(2, 3, 5), dropout=0.0)
 

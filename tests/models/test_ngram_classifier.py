@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from bottega.models.text_classifier.config import EncoderShape, KimShape, NgramShape
-from bottega.models.text_classifier.encoder import TextClassifier, initialise_encoder
-from bottega.models.text_classifier.kim import Kim, initialise_kim
+from bottega.models.text_classifier.encoder.torch import TextClassifier, initialise_encoder
+from bottega.models.text_classifier.kim.torch import Kim, initialise_kim
 from bottega.models.text_classifier.ngrams import NgramClassifier, initialise_ngrams
 
 B, L, N, K = 5, 7, 30, 3
@@ -82,7 +82,7 @@ def test_a_wide_part_adds_its_logits(kind: str) -> None:
         else:
             sizes = {"hidden_size": 8, "num_layers": 1, "num_heads": 2, "dropout": 0.0}
             shape = EncoderShape(vocab_size=11, num_labels=K, num_buckets=num_buckets, **sizes)
-            initialise_encoder(model := TextClassifier(shape), 0)
+            initialise_encoder(model := TextClassifier(shape), 0, residual_layers=shape.num_layers)
         return model
 
     deep, both = build(None), build(N)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from bottega.models.text_classifier.config import EncoderShape, KimShape, PretrainedShape, TextClassifierShape
-from bottega.models.text_classifier.encoder import TextClassifier, initialise_encoder
+from bottega.models.text_classifier.encoder.torch import TextClassifier, initialise_encoder
 
 SHAPE = EncoderShape(
     vocab_size=30, num_labels=3, hidden_size=16, num_layers=2, num_heads=2, max_positions=24, dropout=0.0
@@ -19,7 +19,7 @@ SHAPE = EncoderShape(
 
 def build_network(seed: int = 0, **changes: object) -> TextClassifier:
     model = TextClassifier(SHAPE.model_copy(update=changes))
-    initialise_encoder(model, seed)
+    initialise_encoder(model, seed, residual_layers=model.shape.num_layers)
     return model.eval()
 
 
@@ -77,7 +77,7 @@ def test_initial_weights_depend_on_the_seed_and_not_on_the_meta_device() -> None
     with torch.device("meta"):
         materialised = TextClassifier(SHAPE)
     materialised.to_empty(device="cpu")
-    initialise_encoder(materialised, 0)
+    initialise_encoder(materialised, 0, residual_layers=SHAPE.num_layers)
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), materialised.parameters(), strict=True))
     assert not torch.equal(first.embedding.weight, other.embedding.weight)
     assert (first.norm.weight == 1).all()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
-from torch import nn
 
 from bottega.core.noise import numpy_generator
 from bottega.models.initial import fill_parameters
+
+if TYPE_CHECKING:
+    from torch import nn
 
 RESIDUAL_OUTPUTS = ("conv2", "to_out.0")
 

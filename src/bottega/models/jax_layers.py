@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -81,6 +81,9 @@ def checkpoint_block(block: Callable[..., Any]) -> Callable[..., Any]:
 
 class Module(nnx.Module):
     """A model or layer whose parameters have the names of a torch module's."""
+
+    framework: ClassVar[str] = "jax"
+    """Modules of torch have no such attribute."""
 
     parameter_names: tuple[str, ...] = ()
     """Names of all parameters of a whole model in torch's order; NNX sorts attributes when it copies a module."""

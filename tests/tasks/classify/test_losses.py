@@ -17,8 +17,6 @@ from bottega.tasks.classify.losses.base import ClassificationLoss
 from package_with_file import run_with_file
 
 NEW = '''
-import torch.nn.functional as F
-
 from bottega.tasks.classify.losses.base import ClassificationLoss
 
 
@@ -27,11 +25,12 @@ class Brier(ClassificationLoss):
 
     is_cross_entropy = False
 
-    def per_example(self, logits, labels):
-        return (logits.softmax(1) - F.one_hot(labels, logits.shape[1])).square().sum(1)
+    def per_example(self, logits, labels, operations):
+        probabilities = operations.softmax(logits)
+        return (probabilities**2).sum(1) - 2 * operations.select_class(probabilities, labels) + 1
 
-    def per_label(self, logits, labels):
-        return (logits.sigmoid() - labels).square()
+    def per_label(self, logits, labels, operations):
+        return (operations.sigmoid(logits) - labels) ** 2
 
 
 LOSS = Brier
@@ -69,6 +68,22 @@ def test_every_file_defines_a_loss() -> None:
 def test_unknown_losses_are_refused(name: str) -> None:
     with pytest.raises(ValidationError, match="'cross_entropy' or 'focal'"):
         LossOptions(name=name)
+
+
+JAX = """
+import jax.numpy as jnp
+
+from bottega.tasks.classify.jax import OPERATIONS
+from bottega.tasks.classify.losses import find_loss
+
+loss = find_loss("brier")(gamma=0.0, label_smoothing=0.0)
+logits, labels = jnp.zeros((1, 4)), jnp.array([2])
+print(loss.per_example(logits, labels, OPERATIONS)[0], loss.per_label(logits, jnp.eye(4)[labels], OPERATIONS).sum())
+"""
+
+
+def test_a_new_loss_is_one_file_for_both_frameworks(tmp_path: Path) -> None:
+    assert run_with_file("tasks/classify/losses/brier.py", NEW, JAX, tmp_path) == "0.75 1.0"
 
 
 def test_a_new_loss_is_one_file(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ from bottega.models.convnet.config import ConvNetShape
 from bottega.models.spiking.config import SpikingNetShape
 from bottega.models.spiking.network import SpikingNet
 from bottega.tasks import registry
-from bottega.tasks.classify.media_workload import RASTER_FILE, MediaClassifyWorkload
+from bottega.tasks.classify.media_workload import MediaClassifyWorkload
+from bottega.tasks.classify.spike_sampler import RASTER_FILE
 from bottega.tasks.classify.task import Classification
 from bottega.tasks.recipes import load_recipe
 

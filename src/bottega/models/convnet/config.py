@@ -10,6 +10,8 @@ MIN_STEM_STRIDED_SIDE = 32
 """Sides from this length are strided in the stem; the first stage would otherwise cost more than all others together."""
 MAX_WIDTH_FACTOR = 4
 """Ratio of the widest stage to the first."""
+MAX_GROUPS = 8
+"""Groups of a group norm, if their number divides the channels."""
 
 
 class ConvNetShape(BaseModel):
@@ -44,6 +46,11 @@ class ConvNetShape(BaseModel):
     def widths(self) -> tuple[int, ...]:
         """Channels of each stage."""
         return tuple(self.hidden_size * min(MAX_WIDTH_FACTOR, 2**stage) for stage in range(len(self.stage_strides)))
+
+    @property
+    def num_blocks(self) -> int:
+        """Residual blocks of all stages."""
+        return self.num_layers * len(self.stage_strides)
 
     @property
     def num_features(self) -> int:

@@ -16,11 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from bottega.models.convnet.config import ConvNetShape
+from bottega.models.convnet.config import MAX_GROUPS, ConvNetShape
 from bottega.models.group_norm import GroupNorm
 from bottega.models.initial_conv import initialise_convolutional
-
-MAX_GROUPS = 8
 
 
 def build_convolution(
@@ -116,6 +114,6 @@ def coordinate_channels(x: Tensor) -> Tensor:
     return torch.stack(torch.meshgrid(*coordinates, indexing="ij"), dim=-1).expand(len(x), *grid, len(grid))
 
 
-def initialise_convnet(model: ConvNet, seed: int) -> None:
+def initialise_convnet(model: ConvNet, seed: int, *, residual_layers: int) -> None:
     """Initialise every parameter from the seed, its name and its shape, on any device."""
-    initialise_convolutional(model, seed, residual_layers=len(model.blocks))
+    initialise_convolutional(model, seed, residual_layers=residual_layers)

@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from bottega.models.decoder.config import MLP_RATIO, TransformerShape
+
 OFFSET_POSITIONS = (
     "roberta",
     "xlm-roberta",
@@ -98,6 +100,21 @@ class EncoderShape(BaseModel):
     @property
     def num_features(self) -> int:
         return self.hidden_size
+
+    @property
+    def block_shape(self) -> TransformerShape:
+        """The shape of the language model's blocks that the encoder uses."""
+        return TransformerShape(
+            num_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_heads,
+            head_size=self.hidden_size // self.num_heads,
+            intermediate_size=MLP_RATIO * self.hidden_size,
+            vocab_size=self.vocab_size,
+            context=self.max_positions,
+            dropout=self.dropout,
+        )
 
 
 DIMENSIONS = {

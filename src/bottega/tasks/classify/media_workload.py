@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, final
 
 import numpy as np
-import torch
 from pydantic import TypeAdapter
-from safetensors.torch import save_file
 
 from bottega.config.recipe import Recipe
 from bottega.core.errors import DataError, UsageError
@@ -27,10 +25,8 @@ from bottega.data.sources.samples import fit_mel_processor, load_image_encoder
 from bottega.data.tables.classes import Classes, read_text_column
 from bottega.data.text.labelled import describe_rare_classes, encode_labels, find_training_classes
 from bottega.models.convnet.config import ConvNetShape
+from bottega.models.folders.weights_file import save_weights
 from bottega.models.spiking.config import SpikingNetShape, SpikingShape
-from bottega.models.spiking.network import SpikingNet
-from bottega.plots.figure import try_plot
-from bottega.plots.spikes import plot_spikes
 from bottega.tasks.base_model import find_base_folder
 from bottega.tasks.classify import text_workload as text_classify
 from bottega.tasks.classify.config import (
@@ -48,10 +44,9 @@ from bottega.tasks.classify.task import Classification
 from bottega.tasks.media_tables import MediaProcessor, MediaTables, build_media_data
 from bottega.tasks.metadata import read_metadata
 from bottega.tasks.sampler import NoSampler, Sampler
-from bottega.tasks.table_data import TableData
 from bottega.tasks.workload import Predictor, Workload, choose_headline_metrics
 
-CLASSES_FILE, SHAPE_FILE, CONFIG_FILE, RASTER_FILE = "classes.json", "shape.json", "config.json", "sheet.png"
+CLASSES_FILE, SHAPE_FILE, CONFIG_FILE = "classes.json", "shape.json", "config.json"
 MODEL_TYPE, SPIKING_TYPE = "bottega-convnet", "bottega-spiking"
 MediaRecipe = ImageClassifyRecipe | AudioClassifyRecipe | VideoClassifyRecipe
 Shape = ConvNetShape | SpikingNetShape
@@ -152,8 +147,11 @@ class MediaClassifyWorkload(Workload):
             write_files=self._write_files,
             mel=mel,
         )
-        is_spiking = isinstance(shape, SpikingNetShape)
-        self.sampler = SpikeSampler(recipe, classes, self.data) if is_spiking else NoSampler(recipe)
+        self.sampler: Sampler = NoSampler(recipe)
+        if isinstance(shape, SpikingNetShape):
+            from bottega.tasks.classify.spike_sampler import SpikeSampler
+
+            self.sampler = SpikeSampler(recipe, classes, self.data)
         self.predictor = Predictor("files", partial(predict_media, self))
 
     @property
@@ -166,7 +164,6 @@ class MediaClassifyWorkload(Workload):
         (folder / SHAPE_FILE).write_text(self.shape.model_dump_json(indent=1) + "\n")
         self.objective.save(folder)
 
-    @torch.no_grad()
     def predict_with_features(
         self, models: Models, samples: np.ndarray, *, device: Any, batch_size: int = 256
     ) -> tuple[np.ndarray, np.ndarray]:
@@ -175,26 +172,21 @@ class MediaClassifyWorkload(Workload):
         Images (n, height, width, channels) and videos (n, frames, height, width, channels) are floats in the range of
         `data.normalise`; audio is (n, samples) at the sample rate of this run.
         """
-        model, rank = models["model"], 2 if self.mel is not None else len(self.shape.grid) + 2
+        rank = 2 if self.mel is not None else len(self.shape.grid) + 2
         expected = (*self.shape.grid, self.shape.channels)
         if samples.ndim != rank or (self.mel is None and samples.shape[1:] != expected):
             expected_shape = "(n, samples)" if self.mel is not None else str(("n", *expected)).replace("'", "")
             raise UsageError(f"expected {self.recipe.data.input} of shape {expected_shape}; got {samples.shape}")
-        was_training, probabilities, features = model.training, [], []
-        model.eval()
-        try:
-            for start in range(0, len(samples), batch_size):
-                chunk = samples[start : start + batch_size]
-                x = np.ascontiguousarray(chunk if self.mel is None else self.mel.encode(chunk), np.float32)
-                hidden = model.features(torch.from_numpy(x).to(device))
-                probabilities.append(model.head(hidden).float().softmax(dim=1).cpu().numpy())
-                features.append(hidden.float().cpu().numpy())
-        finally:
-            model.train(was_training)
+        probabilities, features = [], []
+        for start in range(0, len(samples), batch_size):
+            chunk = samples[start : start + batch_size]
+            x = np.ascontiguousarray(chunk if self.mel is None else self.mel.encode(chunk), np.float32)
+            outputs = self.task.predict_with_features(models, x, device=device)
+            probabilities.append(outputs[0])
+            features.append(outputs[1])
         empty = np.zeros((0, self.shape.num_labels), np.float32), np.zeros((0, self.shape.num_features), np.float32)
         return np.concatenate([empty[0], *probabilities]), np.concatenate([empty[1], *features])
 
-    @torch.no_grad()
     def predict(
         self, models: Models, external: ExternalData, *, device: Any, batch_size: int = 64
     ) -> tuple[list[str], np.ndarray]:
@@ -204,11 +196,8 @@ class MediaClassifyWorkload(Workload):
         probabilities = [np.zeros((0, len(self.classes)), np.float32)]
         for start in range(0, len(source), batch_size):
             index = np.arange(start, min(start + batch_size, len(source)))
-            batch = source.rows(index, np.zeros_like(index))
-            inputs: dict[str, torch.Tensor] = {
-                self.batch_key: torch.from_numpy(np.ascontiguousarray(batch[self.batch_key])).to(device)
-            }
-            probabilities.append(self.task.predict(models, inputs).float().softmax(dim=1).cpu().numpy())
+            batch: Batch = {self.batch_key: source.rows(index, np.zeros_like(index))[self.batch_key]}
+            probabilities.append(self.task.predict_probabilities(models, batch, device=device))
         return read_text_column(rows.table, "key"), np.concatenate(probabilities)
 
     def build_evaluation_tables(self, rows: Rows) -> dict[str, Any]:
@@ -226,25 +215,8 @@ class MediaClassifyWorkload(Workload):
             "mel": self.mel.model_dump() if self.mel is not None else None,
         }
         (folder / CONFIG_FILE).write_text(json.dumps(config, indent=1) + "\n")
-        state = {name: tensor.detach().contiguous().cpu() for name, tensor in models["model"].state_dict().items()}
-        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+        save_weights(models["model"], folder / "model.safetensors")
         return {"library_name": "bottega", "pipeline_tag": f"{self.recipe.data.input}-classification"}
-
-
-@final
-class SpikeSampler(Sampler):
-    """Raster plots of the spikes of held-out samples."""
-
-    def __init__(self, recipe: MediaRecipe, classes: Classes, data: TableData) -> None:
-        self.recipe, self.classes, self.data = recipe, classes, data
-
-    def sample(self, models: Models, folder: Path, *, device: Any) -> None:
-        """Write a raster plot of validation samples, or of training samples if none are held out."""
-        held_out = self.data.validation()
-        source = held_out if held_out is not None else self.data.training()
-        index = np.arange(min(self.recipe.samples.count, len(source)))
-        rows = source.rows(index, np.zeros_like(index))
-        write_raster(models["model"], rows, self.classes, folder, device=device)
 
 
 def _resolve_shape(recipe: MediaRecipe, prepared: PreparedData, num_labels: int, mel: MelProcessor | None) -> Shape:
@@ -302,22 +274,3 @@ def _read_shape(processor_folder: Path) -> Shape:
 
 def _read_classes(processor_folder: Path) -> Classes:
     return read_metadata(processor_folder / CLASSES_FILE, lambda raw: Classes(tuple(map(str, json.loads(raw)))))
-
-
-def write_raster(model: SpikingNet, batch: Batch, classes: Classes, folder: Path, *, device: Any) -> None:
-    """Write sheet.png: a column for each sample of the batch, its image above its spikes, from the first layer down."""
-    images = np.asarray(batch["image"], np.float32)
-    with torch.no_grad():
-        output = model(torch.from_numpy(images).to(device))
-    predicted = [classes.names[number] for number in output.logits.argmax(1).tolist()]
-    labels = [classes.names[number] for number in np.asarray(batch["label"]).tolist()]
-    plot = partial(
-        plot_spikes,
-        [spikes.cpu().numpy() for spikes in output.spikes],
-        images=images,
-        captions=[
-            name if name == label else f"{name}, is {label}" for name, label in zip(predicted, labels, strict=True)
-        ],
-        is_correct=[name == label for name, label in zip(predicted, labels, strict=True)],
-    )
-    try_plot(plot, folder / RASTER_FILE)

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 from pydantic import Field, model_validator
-from torch import Tensor
 
 from bottega.core.errors import UsageError
-from bottega.core.model_spec import Initial, ModelSpec
+from bottega.core.model_spec import Initial, ModelSpec, resolve_reference
 from bottega.core.noise import Noise
 from bottega.core.task import Task
-from bottega.core.types import Batch, Loss, Models, Rows, Sums
+from bottega.core.types import Array, Batch, Loss, Models, Rows
 from bottega.models.convnet.config import ConvNetShape
 from bottega.models.spiking.config import SpikingNetShape
-from bottega.models.spiking.units import firing_rate_penalties, sum_activity, unit_activity, unit_activity_metrics
 from bottega.models.text_classifier.config import (
     EncoderShape,
     KimShape,
@@ -35,8 +30,15 @@ DRAWS_MULTIPLE = 64
 """Random numbers for a text are drawn in multiples of this: on a GPU each size is compiled anew, and the first numbers are
 the same whatever the size."""
 
-NETWORKS: dict[type, tuple[str, str]] = {
-    ConvNetShape: ("bottega.models.convnet.torch:ConvNet", "bottega.models.convnet.torch:initialise_convnet"),
+MIN_LENGTH_MULTIPLE = 32
+"""Lengths of `Classification.bucket` are multiples of this."""
+
+Network = ConvNetShape | SpikingNetShape | NgramShape | KimShape | EncoderShape
+NETWORKS: dict[type[Network], tuple[str, str]] = {
+    ConvNetShape: (
+        "bottega.models.convnet.{framework}:ConvNet",
+        "bottega.models.convnet.{framework}:initialise_convnet",
+    ),
     SpikingNetShape: (
         "bottega.models.spiking.network:SpikingNet",
         "bottega.models.spiking.network:initialise_spiking",
@@ -45,13 +47,16 @@ NETWORKS: dict[type, tuple[str, str]] = {
         "bottega.models.text_classifier.ngrams:NgramClassifier",
         "bottega.models.text_classifier.ngrams:initialise_ngrams",
     ),
-    KimShape: ("bottega.models.text_classifier.kim:Kim", "bottega.models.text_classifier.kim:initialise_kim"),
+    KimShape: (
+        "bottega.models.text_classifier.kim.{framework}:Kim",
+        "bottega.models.text_classifier.kim.{framework}:initialise_kim",
+    ),
     EncoderShape: (
-        "bottega.models.text_classifier.encoder:TextClassifier",
-        "bottega.models.text_classifier.encoder:initialise_encoder",
+        "bottega.models.text_classifier.encoder.{framework}:TextClassifier",
+        "bottega.models.text_classifier.encoder.{framework}:initialise_encoder",
     ),
 }
-"""Shape -> network and the function that initialises it."""
+"""Shape -> network and the rule of its initial values."""
 
 
 class Classification(Task):
@@ -103,16 +108,22 @@ class Classification(Task):
             return {
                 "model": ModelSpec(build, self.shape, pretrained=self.pretrained, load=None, is_seeded=True),
             }
-        network, initialiser = NETWORKS[type(self.shape)]
-        model = ModelSpec(network, self.shape, initial=Initial(initialiser), pretrained=self.pretrained, is_filled=True)
-        return {"model": model}
+        network, initial = _describe_network(self.shape)
+        return {"model": ModelSpec(network, self.shape, initial=initial, pretrained=self.pretrained, is_filled=True)}
+
+    @property
+    def noise_names(self) -> tuple[str, ...]:
+        codes_spikes = isinstance(self.shape, SpikingNetShape) and self.shape.coding == "rate"
+        return (*(("word_dropout",) if self.word_dropout else ()), *(("rate_code",) if codes_spikes else ()))
 
     def new_modules(self) -> tuple[str, ...]:
         """Return the prefixes of parameters that are not pretrained: the head, and the pooler if the encoder was pretrained
         with a masked-language-model head only."""
-        from bottega.models.text_classifier.pretrained import lacks_pooler
+        has_new_pooler = False
+        if self.pretrained is not None and isinstance(self.shape, PretrainedShape):
+            from bottega.models.text_classifier.pretrained import lacks_pooler
 
-        has_new_pooler = self.pretrained is not None and lacks_pooler(self.pretrained)
+            has_new_pooler = lacks_pooler(self.pretrained)
         return ("head", "pooling", *(("backbone.pooler",) if has_new_pooler else ()))
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
@@ -128,45 +139,9 @@ class Classification(Task):
         }
 
     def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
-        logits, spikes = self._forward(models, batch, rng if models["model"].training else None)
-        logits = logits.float()
-        labels = batch["labels"].float() if self.multi_label else batch["label"].long()
-        losses = (
-            self._compute_multi_label_loss(logits, labels)
-            if self.multi_label
-            else self._compute_single_label_loss(logits, labels)
-        )
-        is_counted = batch["weight"] > 0 if "weight" in batch else torch.ones_like(losses, dtype=torch.bool)
-        # Select instead of multiplying: padding rows may have any value, and 0 times infinity is not a number.
-        total = torch.where(is_counted, losses, 0.0).sum()
-        outputs = logits.detach()
-        if self.multi_label:
-            is_correct = (outputs >= 0) == (labels > 0)
-            correct = {"exact_match": is_correct.all(1), "label_accuracy": is_correct.float().mean(1)}
-            rows = {"probability": outputs.sigmoid(), "labels": labels}
-        else:
-            correct = {"accuracy": outputs.argmax(dim=1) == labels}
-            rows = {"probability": outputs.softmax(dim=1), "label": labels}
-        if self.has_modified_loss and not models["model"].training:
-            metrics = self._compute_evaluation_metrics(outputs, labels, is_counted, correct, total)
-        else:
-            metrics = _sum_counted(correct, is_counted)
-        out = Loss(terms={"loss": (total, 1.0)}, metrics=metrics, rows=rows)
-        return self._add_firing_rate(out, spikes, is_counted) if spikes else out
-
-    def _add_firing_rate(self, out: Loss, spikes: tuple[Tensor, ...], is_counted: Tensor) -> Loss:
-        """Add the firing rate, its loss term, and for each unit whether it is dead or saturated."""
-        assert isinstance(self.shape, SpikingNetShape)
-        spike_trains = torch.cat(spikes, dim=2)
-        terms, metrics = (
-            dict(out.terms),
-            {**out.metrics, "firing_rate": sum_activity(spike_trains, is_counted)["firing_rate"]},
-        )
-        if self.has_firing_rate_target:
-            assert self.firing_rate is not None
-            penalties = torch.stack([firing_rate_penalties(layer, self.firing_rate) for layer in spikes]).mean(0)
-            terms["firing"] = (torch.where(is_counted, penalties, 0.0).sum(), self.firing_rate_weight)
-        return Loss(terms, metrics, {**out.rows, "units": unit_activity(spike_trains, self.shape.neuron.highest_rate)})
+        compute_loss = resolve_reference("bottega.tasks.classify.{framework}:compute_loss", rng.framework)
+        loss: Loss = compute_loss(self, models["model"], batch, rng)
+        return loss
 
     @property
     def has_firing_rate_target(self) -> bool:
@@ -176,92 +151,76 @@ class Classification(Task):
     @property
     def has_modified_loss(self) -> bool:
         """Whether the minimised loss differs from plain cross-entropy."""
-        return not self._loss.is_cross_entropy or self.class_weights is not None
+        return not self.build_loss().is_cross_entropy or self.class_weights is not None
 
-    @property
-    def _loss(self) -> ClassificationLoss:
+    def build_loss(self) -> ClassificationLoss:
+        """Return the loss of single examples, without class weights."""
         return find_loss(self.objective)(gamma=self.gamma, label_smoothing=self.label_smoothing)
 
-    def _compute_evaluation_metrics(
-        self, logits: Tensor, labels: Tensor, is_counted: Tensor, correct: Mapping[str, Tensor], total: Tensor
-    ) -> Sums:
-        """Return the metrics of an evaluation if the loss is modified.
+    def predict(self, models: Models, batch: Batch) -> Array:
+        """Return logits, (batch, classes), of a batch on the device of the model."""
+        model = models["model"]
+        compute_logits = resolve_reference("bottega.tasks.classify.{framework}:compute_logits", find_framework(model))
+        return compute_logits(self, model, batch)
 
-        `loss` is plain cross-entropy in nats, so that runs can be compared; the minimised value is `objective`. (A metric
-        takes precedence over the loss term of the same name.)
-        """
-        if self.multi_label:
-            cross_entropy = F.binary_cross_entropy_with_logits(logits, labels, reduction="none").mean(1)
-        else:
-            cross_entropy = F.cross_entropy(logits, labels, reduction="none")
-        weights = is_counted.float()
-        if self.class_weights is not None and not self.multi_label:
-            weights = weights * _copy_weights(self.class_weights, logits.device)[labels]
-        return {
-            **_sum_counted({**correct, "loss": cross_entropy}, is_counted),
-            "objective": (total.detach(), weights.sum()),
-        }
+    def predict_probabilities(self, models: Models, batch: Batch, *, device: Any) -> np.ndarray:
+        """Return class probabilities, float32 (batch, classes), of a host batch. With `multi_label`, rows do not sum to 1."""
+        model = models["model"]
+        predict = resolve_reference("bottega.tasks.classify.{framework}:predict_probabilities", find_framework(model))
+        probabilities: np.ndarray = predict(self, model, batch, device=device)
+        return probabilities
 
-    def predict(self, models: Models, batch: Batch) -> Tensor:
-        """Return logits, (batch, classes)."""
-        return self._forward(models, batch, None)[0]
+    def predict_with_features(
+        self, models: Models, samples: np.ndarray, *, device: Any
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the class probabilities, (n, classes), and the inputs of the head, (n, features), of samples of a medium."""
+        model = models["model"]
+        predict = resolve_reference("bottega.tasks.classify.{framework}:predict_with_features", find_framework(model))
+        outputs: tuple[np.ndarray, np.ndarray] = predict(model, samples, device=device)
+        return outputs
+
+    def bucket(self, batch: Batch) -> Batch:
+        """Return the batch with texts padded to one of few lengths; padding has no influence."""
+        if "input_ids" not in batch:
+            return batch
+        length, limit = batch["input_ids"].shape[1], getattr(self.shape, "max_positions", None)
+        new_length = round_up_length(length) if limit is None else min(round_up_length(length), limit)
+        names = ("input_ids", "attention_mask")
+        return {**batch, **{name: np.pad(batch[name], ((0, 0), (0, new_length - length))) for name in names}}
 
     def score(self, rows: Rows) -> dict[str, float]:
         metrics = classification.classification_metrics(
             rows["probability"], rows["labels" if self.multi_label else "label"]
         )
-        return metrics | unit_activity_metrics(rows["units"]) if "units" in rows else metrics
+        if "units" not in rows:
+            return metrics
+        from bottega.models.spiking.units import unit_activity_metrics
 
-    def _forward(self, models: Models, batch: Batch, rng: Noise | None) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the logits, and for a spiking network the spikes of each layer.
-
-        With `rng`, in training, words are dropped and pixels become spikes at random; without, the result is deterministic.
-        """
-        model = models["model"]
-        if isinstance(self.shape, SpikingNetShape):
-            inputs: dict[str, Tensor] = {}
-            if rng is not None and self.shape.coding == "rate":
-                inputs["draws"] = rng.uniform("rate_code", (self.shape.neuron.time_steps, self.shape.num_inputs))
-            logits, spikes = model(batch[self.key], **inputs)
-            return logits, spikes
-        return self._compute_logits(model, batch, rng), ()
-
-    def _compute_logits(self, model: Any, batch: Batch, rng: Noise | None) -> Tensor:
-        if self.key != "text":
-            return model(batch[self.key])
-        ngrams = (batch["ngram_ids"].long(), batch["ngram_weights"]) if "ngram_ids" in batch else ()
-        if isinstance(self.shape, NgramShape):
-            return model(*ngrams)
-        ids, mask = batch["input_ids"].long(), batch["attention_mask"] > 0
-        if self.word_dropout and rng is not None:
-            assert self.unknown is not None
-            length = ids.shape[1]
-            draws = rng.uniform("word_dropout", (-(-length // DRAWS_MULTIPLE) * DRAWS_MULTIPLE,))[:, :length]
-            ids = torch.where((draws < self.word_dropout) & mask, self.unknown, ids)
-        return model(ids, mask, *ngrams)
-
-    def _compute_single_label_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss of each example times the weight of its class, (batch,)."""
-        losses = self._loss.per_example(logits, labels)
-        return (
-            losses if self.class_weights is None else losses * _copy_weights(self.class_weights, logits.device)[labels]
-        )
-
-    def _compute_multi_label_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the weighted mean of each example's losses over the classes, (batch,)."""
-        losses = self._loss.per_label(logits, labels)
-        if self.class_weights is None:
-            return losses.mean(1)
-        weights = _copy_weights(self.class_weights, logits.device)
-        return (losses * weights).sum(1) / weights.sum()
+        return metrics | unit_activity_metrics(rows["units"])
 
 
-def _sum_counted(values: Mapping[str, Tensor], is_counted: Tensor) -> Sums:
-    count = is_counted.float().sum()
-    return {name: (torch.where(is_counted, value, 0).float().sum(), count) for name, value in values.items()}
+def find_framework(model: Any) -> str:
+    """Return the framework of a model."""
+    return getattr(model, "framework", "torch")
 
 
-@lru_cache(maxsize=16)
-def _copy_weights(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Class weights on `device`, cached because copying them makes the host wait."""
-    return torch.tensor(values, device=device)
+def round_up_length(length: int) -> int:
+    """Return a length of at least `length`: one of few, which an engine may have to compile for.
+
+    32, 64, 96, 128, 192, 256, 384, 512, ...: four lengths up to 128, and two for each doubling beyond.
+    """
+    multiple = max(MIN_LENGTH_MULTIPLE, 1 << max(0, (length - 1).bit_length() - 2))
+    return -(-length // multiple) * multiple
+
+
+def _describe_network(shape: Network) -> tuple[str, Initial]:
+    """Return the architecture of a shape and the rule of its initial values."""
+    network, rule = NETWORKS[type(shape)]
+    options: dict[str, Any] = {}
+    if isinstance(shape, ConvNetShape):
+        options = {"residual_layers": shape.num_blocks}
+    elif isinstance(shape, EncoderShape):
+        options = {"residual_layers": shape.num_layers}
+    if getattr(shape, "num_buckets", None) is not None:  # n-grams have no JAX form
+        network, rule = network.format(framework="torch"), rule.format(framework="torch")
+    return network, Initial(rule, options)

@@ -9,7 +9,6 @@ from pydantic import ValidationError
 from bottega.config.error_messages import format_shape_error
 from bottega.core.errors import UsageError
 from bottega.models.text_classifier.config import EncoderShape, KimShape, NgramShape, TextClassifierShape
-from bottega.models.text_classifier.pretrained import read_pretrained_shape
 from bottega.tasks.base_model import find_base_folder
 from bottega.tasks.classify.config import ClassifyRecipe
 
@@ -24,6 +23,8 @@ def resolve_text_classifier_shape(
     """Return the dimensions of the model: those of the recipe, and defaults for the rest."""
     model = recipe.model
     if model.kind == "pretrained":
+        from bottega.models.text_classifier.pretrained import read_pretrained_shape
+
         base_folder = find_base_folder(recipe)
         assert base_folder is not None, "the recipe schema requires model.from"
         shape = read_pretrained_shape(

@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any, final
 
 import numpy as np
-import torch
 from pydantic import TypeAdapter
-from safetensors.torch import save_file
 
 from bottega.core.errors import DataError
 from bottega.core.types import Models, Rows
@@ -34,8 +32,8 @@ from bottega.data.text.ngram_spec import NgramSpec
 from bottega.data.text.ngrams import IDF_FILE, NgramWeighting
 from bottega.data.text.tokenizer import Tokenizer
 from bottega.data.text.vocabulary import TokenizerSpec
+from bottega.models.folders.weights_file import save_weights
 from bottega.models.text_classifier.config import PretrainedShape, TextClassifierShape
-from bottega.models.text_classifier.pretrained import export_pretrained
 from bottega.tasks.base_model import find_base_folder, resolve_tokenizer_spec
 from bottega.tasks.classify.baseline import fit_linear_baseline
 from bottega.tasks.classify.config import ClassifyRecipe
@@ -226,7 +224,6 @@ class TextClassifyWorkload(Workload):
             prepared, table, classes=self.classes, sequence_length=self.sequence_length, ngrams=self.ngrams
         )
 
-    @torch.no_grad()
     def predict(self, models: Models, texts: Sequence[str], *, device: Any, batch_size: int = 128) -> np.ndarray:
         """Return the class probabilities of each text, float32 (n, classes).
 
@@ -239,13 +236,10 @@ class TextClassifyWorkload(Workload):
         order = np.argsort([len(text) for text in ids], kind="stable")
         for start in range(0, len(order), batch_size):
             indices = order[start : start + batch_size]
-            arrays = collator.collate([ids[i] for i in indices])
+            batch = collator.collate([ids[i] for i in indices])
             if self.ngrams is not None:
-                arrays |= self.ngrams.collate_texts([texts[i] for i in indices])
-            batch = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
-            logits = self.task.predict(models, batch).float()
-            outputs = logits.sigmoid() if self.task.multi_label else logits.softmax(dim=1)
-            probabilities[indices] = outputs.cpu().numpy()
+                batch |= self.ngrams.collate_texts([texts[i] for i in indices])
+            probabilities[indices] = self.task.predict_probabilities(models, batch, device=device)
         return probabilities
 
     def count_truncated(self, texts: Sequence[str]) -> tuple[int, int | None]:
@@ -291,9 +285,10 @@ class TextClassifyWorkload(Workload):
         """
         folder.mkdir(parents=True, exist_ok=True)
         self.tokenizer.save(folder)
-        state = {name: tensor.detach().contiguous().cpu() for name, tensor in models["model"].state_dict().items()}
         if isinstance(self.shape, PretrainedShape):
-            export_pretrained(state, self.shape, folder)
+            from bottega.models.text_classifier.pretrained import export_pretrained
+
+            export_pretrained(models["model"].state_dict(), self.shape, folder)
             return {"library_name": "transformers", "pipeline_tag": "text-classification"}
         config = {
             "model_type": MODEL_TYPE,
@@ -306,7 +301,7 @@ class TextClassifyWorkload(Workload):
             config["ngrams"] = self.ngrams.spec.model_dump()
             self.ngrams.save(folder)
         (folder / CONFIG_FILE).write_text(json.dumps(config, indent=1) + "\n")
-        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+        save_weights(models["model"], folder / "model.safetensors")
         return {"library_name": "bottega", "pipeline_tag": "text-classification"}
 
 

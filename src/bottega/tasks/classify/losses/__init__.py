@@ -1,6 +1,6 @@
 """Classification losses: each file of this folder except base.py defines one, named after the file, as `LOSS`.
 
-To add a loss, add a file. The names are listed without importing the files, so that recipes are read without torch.
+To add a loss, add a file; it is written once for torch and JAX. The names are listed without importing the files.
 """
 
 from __future__ import annotations

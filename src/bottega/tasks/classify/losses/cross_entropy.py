@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import final
 
-import torch.nn.functional as F
-from torch import Tensor
-
-from bottega.tasks.classify.losses.base import ClassificationLoss
+from bottega.core.types import Array
+from bottega.tasks.classify.losses.base import ClassificationLoss, Operations
 
 
 @final
@@ -18,12 +16,12 @@ class CrossEntropy(ClassificationLoss):
     def is_cross_entropy(self) -> bool:
         return self.label_smoothing == 0
 
-    def per_example(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(logits, labels, reduction="none", label_smoothing=self.label_smoothing)
+    def per_example(self, logits: Array, labels: Array, operations: Operations) -> Array:
+        return operations.cross_entropy(logits, labels, self.label_smoothing)
 
-    def per_label(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def per_label(self, logits: Array, labels: Array, operations: Operations) -> Array:
         smoothed_labels = labels * (1 - self.label_smoothing) + self.label_smoothing / 2
-        return F.binary_cross_entropy_with_logits(logits, smoothed_labels, reduction="none")
+        return operations.binary_cross_entropy(logits, smoothed_labels)
 
 
 LOSS = CrossEntropy

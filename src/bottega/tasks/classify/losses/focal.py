@@ -5,10 +5,8 @@ from __future__ import annotations
 from functools import cached_property
 from typing import final
 
-import torch
-from torch import Tensor
-
-from bottega.tasks.classify.losses.base import ClassificationLoss
+from bottega.core.types import Array
+from bottega.tasks.classify.losses.base import ClassificationLoss, Operations
 from bottega.tasks.classify.losses.cross_entropy import CrossEntropy
 
 MIN_ERROR_PROBABILITY = 1e-7
@@ -27,16 +25,18 @@ class Focal(ClassificationLoss):
     def is_cross_entropy(self) -> bool:
         return self.gamma == 0 and self._cross_entropy.is_cross_entropy
 
-    def per_example(self, logits: Tensor, labels: Tensor) -> Tensor:
-        error_probability = 1 - logits.softmax(dim=1).gather(1, labels[:, None])[:, 0]
-        return self._cross_entropy.per_example(logits, labels) * self._compute_factor(error_probability)
+    def per_example(self, logits: Array, labels: Array, operations: Operations) -> Array:
+        error_probability = 1 - operations.select_class(operations.softmax(logits), labels)
+        cross_entropy = self._cross_entropy.per_example(logits, labels, operations)
+        return cross_entropy * self._compute_factor(error_probability)
 
-    def per_label(self, logits: Tensor, labels: Tensor) -> Tensor:
-        error_probability = torch.where(labels > 0, -logits, logits).sigmoid()
-        return self._cross_entropy.per_label(logits, labels) * self._compute_factor(error_probability)
+    def per_label(self, logits: Array, labels: Array, operations: Operations) -> Array:
+        error_probability = operations.sigmoid(operations.where(labels > 0, -logits, logits))
+        cross_entropy = self._cross_entropy.per_label(logits, labels, operations)
+        return cross_entropy * self._compute_factor(error_probability)
 
-    def _compute_factor(self, error_probability: Tensor) -> Tensor:
-        return error_probability.clamp(min=MIN_ERROR_PROBABILITY) ** self.gamma
+    def _compute_factor(self, error_probability: Array) -> Array:
+        return error_probability.clip(min=MIN_ERROR_PROBABILITY) ** self.gamma
 
 
 LOSS = Focal

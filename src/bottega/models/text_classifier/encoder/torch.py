@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from bottega.models.decoder.config import MLP_RATIO, TransformerShape
 from bottega.models.decoder.torch import Block, RMSNorm, SequenceContext, compute_rotary_tables
 from bottega.models.initial import initialise
 from bottega.models.text_classifier.config import EncoderShape
@@ -31,12 +30,11 @@ class TextClassifier(nn.Module):
     def __init__(self, shape: EncoderShape) -> None:
         super().__init__()
         self.shape = shape
-        self.transformer_shape = build_block_shape(shape)
         self.embedding = nn.Embedding(shape.vocab_size, shape.hidden_size)
-        self.layers = nn.ModuleList(Block(self.transformer_shape) for _ in range(shape.num_layers))
+        self.layers = nn.ModuleList(Block(shape.block_shape) for _ in range(shape.num_layers))
         for block in self.layers:
             block.self_attn.dropout = shape.attention_dropout  # type: ignore[union-attr]
-        self.norm = RMSNorm(shape.hidden_size, self.transformer_shape.norm_epsilon)
+        self.norm = RMSNorm(shape.hidden_size, shape.block_shape.norm_epsilon)
         self.head = nn.Linear(shape.hidden_size, shape.num_labels)
         self.ngrams = build_wide_part(shape)
         self.checkpoint_blocks = False
@@ -79,7 +77,7 @@ class TextClassifier(nn.Module):
 
     def reset_buffers(self) -> None:
         """Recompute the rotary tables on the device of the weights; they are not in the state dict."""
-        cos, sin = compute_rotary_tables(self.transformer_shape, self.norm.weight.device)
+        cos, sin = compute_rotary_tables(self.shape.block_shape, self.norm.weight.device)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
@@ -93,21 +91,6 @@ class TextClassifier(nn.Module):
         return F.dropout(x, self.shape.dropout, self.training) if self.shape.dropout else x
 
 
-def build_block_shape(shape: EncoderShape) -> TransformerShape:
-    """Return the shape of the language model's blocks that the encoder uses."""
-    return TransformerShape(
-        num_layers=shape.num_layers,
-        hidden_size=shape.hidden_size,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_heads,
-        head_size=shape.hidden_size // shape.num_heads,
-        intermediate_size=MLP_RATIO * shape.hidden_size,
-        vocab_size=shape.vocab_size,
-        context=shape.max_positions,
-        dropout=shape.dropout,
-    )
-
-
-def initialise_encoder(module: TextClassifier, seed: int) -> None:
+def initialise_encoder(module: TextClassifier, seed: int, *, residual_layers: int) -> None:
     """Initialise all parameters in place; a value depends only on the seed and the parameter's name and shape."""
-    initialise(module, seed, residual_layers=module.shape.num_layers)
+    initialise(module, seed, residual_layers=residual_layers)

@@ -1,0 +1,1 @@
+"""The transformer text classifier from scratch, in torch and in JAX."""

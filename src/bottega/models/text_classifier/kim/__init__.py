@@ -1,0 +1,1 @@
+"""Kim's convolutional text classifier, in torch and in JAX."""
