@@ -66,3 +66,23 @@ def list_optimizers_with_option(option: str) -> tuple[str, ...]:
         if option in spec.options
         or (spec.is_for_hidden_matrices_only and option in OPTIMIZER_SPECS[FALLBACK_OPTIMIZER].options)
     )
+
+
+def is_hidden_matrix(name: str, num_dimensions: int) -> bool:
+    """Return whether Muon applies: it orthogonalises maps between hidden states; embeddings and heads stay with AdamW.
+
+    The weights of n-grams are both.
+    """
+    return num_dimensions == 2 and not any(word in name for word in ("embed", "head", "ngrams"))
+
+
+def describe_fallback(num_dimensions: Mapping[str, int], optimizer: str) -> list[str]:
+    """Return a note if an optimizer applies to none of the parameters (name -> dimensions) and AdamW trains all of them."""
+    if not OPTIMIZER_SPECS[optimizer].is_for_hidden_matrices_only or any(
+        is_hidden_matrix(name, count) for name, count in num_dimensions.items()
+    ):
+        return []
+    return [
+        f"training.optimizer.name: {optimizer} is for matrices between hidden states, and this model trains none; AdamW "
+        "trains all of its parameters"
+    ]

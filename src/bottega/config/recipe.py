@@ -140,7 +140,7 @@ class Recipe(Section):
     """A complete recipe. Each task has a subclass with its own `model` and `data`."""
 
     task: str = Field(description="the task")
-    engine: Literal["torch"] = Field("torch", description="training framework")
+    engine: Literal["torch", "jax"] = Field("torch", description="training framework")
     name: RunName | None = Field(
         None,
         description="name of the run; null is the recipe's name and a 6-digit hash of the keys that change results",

@@ -22,6 +22,11 @@ def resolve_reference(reference: Reference, framework: str = "torch") -> Any:
     return attrgetter(name)(import_module(module))
 
 
+def find_framework(model: Any) -> str:
+    """Return the framework of a model: that of its class, or torch, whose modules do not say so."""
+    return str(getattr(model, "framework", "torch"))
+
+
 Change = Callable[[Mapping[str, Any], int], None]
 """`change(models, seed)` modifies `models["model"]` in place after all models are built."""
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bottega.config.training import Training
 from bottega.core.engine import Engine
@@ -16,7 +16,7 @@ from bottega.core.task import Task
 from bottega.core.types import Batch
 from bottega.measurements import MemoryPrediction
 
-BACKENDS = {"torch": "bottega.engines.torch.backend:TorchBackend"}
+BACKENDS = {"torch": "bottega.engines.torch.backend:TorchBackend", "jax": "bottega.engines.jax.backend:JaxBackend"}
 
 
 class MemoryEstimate(NamedTuple):
@@ -76,6 +76,10 @@ class Backend(ABC):
         pin_memory: bool = True,
     ) -> Engine:
         """Build the engine with the models of the task."""
+
+    @abstractmethod
+    def read_tensors(self, path: Path) -> Mapping[str, Any]:
+        """Return all tensors of a safetensors file, by name, for `Engine.load_weights`; raise CheckpointError if it is damaged."""
 
     # This machine
 

@@ -10,6 +10,8 @@ import numpy as np
 from flax import nnx
 
 from bottega.core.model_spec import ModelSpec, resolve_reference
+from bottega.models.folders.pretrained import fill_tensors
+from bottega.models.folders.resolve import resolve_model
 from bottega.models.jax_layers import Module
 
 FRAMEWORK = "jax"
@@ -38,6 +40,11 @@ def build_model(spec: ModelSpec, seed: int) -> Module:
 def draw_weights(spec: ModelSpec, model: Module, seed: int) -> dict[str, np.ndarray]:
     """Return the weights that a model starts with, on the host, by name."""
     shapes = {name: variable.shape for name, variable in model.variables().items()}
+    if spec.pretrained is not None and not spec.starts_initial:
+        weights = {name: np.empty(shape, np.float32) for name, shape in shapes.items()}
+        folder = resolve_model(spec.pretrained, key="model.from").path
+        fill_tensors(weights, folder, shape=getattr(model, "shape", None))
+        return weights
     assert spec.initial is not None, "every model with a JAX form has a rule for its initial values"
     values: dict[str, np.ndarray] = resolve_reference(spec.initial.rule, FRAMEWORK)(
         shapes, seed, **spec.initial.options

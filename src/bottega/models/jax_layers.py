@@ -6,8 +6,9 @@ As in torch, precision, dropout and checkpointing are not arguments of every lay
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -79,11 +80,40 @@ def checkpoint_block(block: Callable[..., Any]) -> Callable[..., Any]:
     return jax.checkpoint(block)
 
 
+Observer = Callable[[Any, Any], None]
+_observer: ContextVar[Observer | None] = ContextVar("observer", default=None)
+
+
+@contextmanager
+def observe_outputs(observer: Observer) -> Iterator[None]:
+    """Context in which `observer(module, output)` is called for each module that is called."""
+    token = _observer.set(observer)
+    try:
+        yield
+    finally:
+        _observer.reset(token)
+
+
 class Module(nnx.Module):
     """A model or layer whose parameters have the names of a torch module's."""
 
     framework: ClassVar[str] = "jax"
     """Modules of torch have no such attribute."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        forward = cls.__dict__.get("__call__")
+        if forward is None:
+            return
+
+        @functools.wraps(forward)
+        def call(self: Any, *arguments: Any, **named: Any) -> Any:
+            output = forward(self, *arguments, **named)
+            if (observer := _observer.get()) is not None:
+                observer(self, output)
+            return output
+
+        cls.__call__ = call  # type: ignore[method-assign]
 
     parameter_names: tuple[str, ...] = ()
     """Names of all parameters of a whole model in torch's order; NNX sorts attributes when it copies a module."""
@@ -94,15 +124,22 @@ class Module(nnx.Module):
         return {name: found[name] for name in self.parameter_names} if self.parameter_names else found
 
     def _find_variables(self) -> dict[str, Any]:
-        parts = vars(self).items()
-        found = {name: value for name, value in parts if isinstance(value, nnx.Variable)}
-        for name, value in parts:
-            layers = {name: value} if isinstance(value, Module) else {}
+        return {
+            f"{path}.{name}" if path else name: value
+            for path, module in self.named_modules()
+            for name, value in vars(module).items()
+            if isinstance(value, nnx.Variable)
+        }
+
+    def named_modules(self, prefix: str = "") -> Iterator[tuple[str, Module]]:
+        """Yield this module and all its parts, each with its path."""
+        yield prefix, self
+        for name, value in vars(self).items():
+            parts = {name: value} if isinstance(value, Module) else {}
             if isinstance(value, nnx.List):
-                layers = {f"{name}.{index}": layer for index, layer in enumerate(value)}
-            for path, layer in layers.items():
-                found |= {f"{path}.{inner}": variable for inner, variable in layer._find_variables().items()}
-        return found
+                parts = {f"{name}.{index}": layer for index, layer in enumerate(value)}
+            for part_name, part in parts.items():
+                yield from part.named_modules(f"{prefix}.{part_name}" if prefix else part_name)
 
     def named_parameters(self) -> dict[str, Array]:
         """Return the parameters by name, in the order of `variables`."""
@@ -244,3 +281,43 @@ def _attend_with_dropout(
         scores = jnp.where(mask, scores, jnp.finfo(jnp.float32).min)
     weights = dropout(jax.nn.softmax(scores, axis=-1), dropout_rate).astype(v.dtype)
     return jnp.einsum("bhts,bshd->bthd", weights, v)
+
+
+def bind(model: Any, parameters: Mapping[str, Array]) -> Any:
+    """Return a copy of a model with these parameters, by name; the model itself may be abstract."""
+    graph, state = nnx.split(model)
+    values = [
+        (path, variable.replace(parameters[".".join(map(str, path))])) for path, variable in nnx.to_flat_state(state)
+    ]
+    return nnx.merge(graph, nnx.from_flat_state(values))
+
+
+@dataclass(frozen=True)
+class ModelGraph:
+    """A model without its parameters: a constant of jitted functions."""
+
+    graph: Any
+    shape: Any
+    """The configuration of the model, if it has one."""
+
+
+def split_model(model: Any) -> tuple[ModelGraph, Any]:
+    """Return the graph of a model, for a static argument of a jitted function, and its parameters, for another argument."""
+    graph, state = nnx.split(model)
+    return ModelGraph(graph, getattr(model, "shape", None)), state
+
+
+def join_model(graph: ModelGraph, parameters: Any) -> Any:
+    """Return the model that `split_model` has split."""
+    return nnx.merge(graph.graph, parameters)
+
+
+def take_max(x: Array, axis: int) -> Array:
+    """Return the largest values over an axis.
+
+    The gradient of `max` compares `x` with the maximum, which the compiler may have computed from other roundings of `x`: if no value
+    equals it, that gradient is 0 / 0. Comparing positions is exact.
+    """
+    indices = jnp.arange(x.shape[axis]).reshape(-1, *(1,) * (x.ndim - 1 - axis % x.ndim))
+    is_largest = indices == jnp.argmax(x, axis=axis, keepdims=True)
+    return jnp.where(is_largest, x, 0).sum(axis=axis)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bottega.config.recipe import Recipe
 from bottega.core.engine import Engine
@@ -24,7 +24,9 @@ from bottega.redaction import redact_text
 from bottega.run.model_size import describe_parameters
 from bottega.storage.durable import remove_leftovers, writing_folder
 from bottega.tasks.workload import Workload
-from bottega.techniques.injected_layers import InjectedTask
+
+if TYPE_CHECKING:
+    from bottega.techniques.injected_layers import InjectedTask
 
 MODEL_CARD = "README.md"
 """Written last, so it marks a complete export."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from bottega.config.conflicts import find_injection
 from bottega.config.data import get_source_names
@@ -20,7 +20,6 @@ from bottega.core.types import Rows
 from bottega.data.loading.loader import iter_eval_batches
 from bottega.data.sources.source import Source
 from bottega.engines.backend import open_backend
-from bottega.models.folders.tensors import read_tensors
 from bottega.run.export import RunExporter
 from bottega.tasks import plugins, registry
 from bottega.tasks.data_paths import DataMissing
@@ -29,11 +28,14 @@ from bottega.tasks.frozen_models import BASE
 from bottega.tasks.prediction import NewSamples
 from bottega.tasks.recipes import load_saved_recipe
 from bottega.tasks.workload import Workload
-from bottega.techniques.apply_injection import build_injected_task
 from bottega.techniques.continual.per_source_metrics import PerSourceMetrics
-from bottega.techniques.injected_layers import InjectedTask
 from bottega.terminal import print_notice
 
+if TYPE_CHECKING:
+    from bottega.techniques.injected_layers import InjectedTask
+
+TensorReader = Callable[[Path], Mapping[str, Any]]
+"""Reads a safetensors file as tensors of the engine, by name."""
 WEIGHT_FILES = ("model.safetensors", "ema.safetensors")
 """Files of a checkpoint that a saved run is loaded from."""
 NUM_ATTEMPTS = 5
@@ -142,8 +144,11 @@ def open_run(path: Path, *, checkpoint: str | int = "best", device: str = "auto"
     if path.is_file():
         raise CheckpointError(f"{path} is a file; give the run's directory (pickled checkpoints are never read)")
     directory = RunDirectory(path).must_exist()
-    folder, manifest, progress, weights = _read_checkpoint(directory, str(checkpoint), needs_best=needs_best)
     recipe = load_saved_recipe(directory.recipe)
+    backend = open_backend(recipe.engine)
+    folder, manifest, progress, weights = _read_checkpoint(
+        directory, str(checkpoint), backend.read_tensors, needs_best=needs_best
+    )
     if (plugin_note := plugins.describe_plugin_change(recipe, directory.path)) is not None:
         print_notice(f"bottega: {plugin_note}")
     device_recipe = recipe if device == "auto" else recipe.model_copy(update={"device": device})
@@ -152,13 +157,14 @@ def open_run(path: Path, *, checkpoint: str | int = "best", device: str = "auto"
     precision = recipe.training.mixed_precision if recipe.training.mixed_precision != "fp16" else "auto"
     training = recipe.training.model_copy(update={"ema": None, "compile": False, "mixed_precision": precision})
     technique = find_injection(recipe)
-    injected = (
-        build_injected_task(workload.task, technique, workload_task=workload.task) if technique is not None else None
-    )
+    injected: InjectedTask | None = None
+    if technique is not None:
+        from bottega.techniques.apply_injection import build_injected_task  # imports torch
+
+        injected = build_injected_task(workload.task, technique, workload_task=workload.task)
     task = injected or workload.task
     if recipe.data.mixture == "sequence":  # the same metrics as in training
         task = PerSourceMetrics(inner=task, names=tuple(get_source_names(recipe.data.sources or ())))
-    backend = open_backend(recipe.engine)
     backend.limit_threads(recipe.cpu_threads)
     engine = backend.build_engine(task, training, seed=recipe.seed, device=device)
     base_hash = injected.hash_base(engine.model) if injected is not None else None
@@ -182,7 +188,7 @@ def resolve_run_and_checkpoint(path: Path, checkpoint: str | int = "best") -> tu
 
 
 def _read_checkpoint(
-    directory: RunDirectory, which: str, *, needs_best: bool
+    directory: RunDirectory, which: str, read: TensorReader, *, needs_best: bool
 ) -> tuple[Path, checkpoints.Manifest, dict[str, Any], dict[str, dict[str, Any]]]:
     """Return the folder, manifest, progress and weights (file -> name -> tensor) of a verified checkpoint.
 
@@ -191,12 +197,12 @@ def _read_checkpoint(
     for attempts_left in reversed(range(NUM_ATTEMPTS)):
         folder = choose_checkpoint(directory, which, needs_best=needs_best)
         try:
-            return _read_checkpoint_folder(folder)
+            return _read_checkpoint_folder(folder, read)
         except (CheckpointError, OSError) as error:
             if not folder.is_dir() and attempts_left:
                 continue
             if which == "best" and not needs_best:
-                return _read_newest_valid(directory, error)
+                return _read_newest_valid(directory, error, read)
             other_steps = [
                 str(other.step)
                 for path, other in reversed(checkpoints.list_checkpoints(directory.checkpoints))
@@ -212,17 +218,17 @@ def _read_checkpoint(
 
 
 def _read_checkpoint_folder(
-    folder: Path,
+    folder: Path, read: TensorReader
 ) -> tuple[Path, checkpoints.Manifest, dict[str, Any], dict[str, dict[str, Any]]]:
     manifest = checkpoints.verify(folder, only=(*WEIGHT_FILES, "progress.json"))
     # A file that the manifest does not list was not verified, so it is not read.
     files = [name for name in WEIGHT_FILES if name in manifest.files]
-    weights = {name: read_tensors(folder / name) for name in files}
+    weights = {name: dict(read(folder / name)) for name in files}
     return folder, manifest, checkpoints.read_progress(folder), weights
 
 
 def _read_newest_valid(
-    directory: RunDirectory, problem: Exception
+    directory: RunDirectory, problem: Exception, read: TensorReader
 ) -> tuple[Path, checkpoints.Manifest, dict[str, Any], dict[str, dict[str, Any]]]:
     """Read the newest valid checkpoint, because `problem` prevents the use of the best one, and print a warning."""
     newest_valid = checkpoints.find_newest_valid(directory.checkpoints, lambda text: None)
@@ -231,7 +237,7 @@ def _read_newest_valid(
     print_notice(
         f"bottega: warning: {directory.path}: {problem}; using {newest_valid[0].name}, the newest valid checkpoint, instead of the best"
     )
-    return _read_checkpoint_folder(newest_valid[0])
+    return _read_checkpoint_folder(newest_valid[0], read)
 
 
 def strip_flag_dashes(error: UsageError) -> UsageError:

@@ -25,8 +25,8 @@ from bottega.data.prepare.rules import Rules
 from bottega.data.records.record import BadRecord, Record, Unreadable
 from bottega.data.sources.external import ExternalData
 from bottega.data.sources.source import Source
-from bottega.data.tables.cache import default_cache
 from bottega.data.tables.shards import Table
+from bottega.storage.cache_folder import default_cache
 from bottega.tasks.metadata import read_metadata
 from bottega.tasks.prediction import NewSamples, is_missing
 from bottega.tasks.processor import FileProcessor

@@ -27,6 +27,13 @@ class WrappedTask(Task):
     def update_inputs(self) -> tuple[str, ...]:  # type: ignore[override]
         return self.inner.update_inputs
 
+    @property
+    def noise_names(self) -> tuple[str, ...]:
+        return self.inner.noise_names
+
+    def bucket(self, batch: Batch) -> Batch:
+        return self.inner.bucket(batch)
+
     def specs(self) -> dict[str, ModelSpec]:
         return self.inner.specs()
 

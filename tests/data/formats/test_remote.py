@@ -14,8 +14,8 @@ from bottega.config.data import Source
 from bottega.core.errors import DataError, EnvironmentProblem, UsageError
 from bottega.data.formats import find_files, remote
 from bottega.data.records.record import Record
-from bottega.data.tables.cache import default_cache
 from bottega.redaction import CREDENTIALS_VARIABLE
+from bottega.storage.cache_folder import default_cache
 
 fsspec = pytest.importorskip("fsspec")
 

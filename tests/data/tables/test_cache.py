@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from bottega.core.errors import DataError, EnvironmentProblem
-from bottega.data.tables.cache import MANIFEST, default_cache, get_or_build
+from bottega.data.tables.cache import MANIFEST, get_or_build
+from bottega.storage.cache_folder import default_cache
 
 
 class Builder:

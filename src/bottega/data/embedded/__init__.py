@@ -10,7 +10,8 @@ import numpy as np
 
 from bottega.config.data import Data, Source, SourceKind
 from bottega.core.errors import UsageError
-from bottega.data.tables.cache import default_cache, get_or_build
+from bottega.data.tables.cache import get_or_build
+from bottega.storage.cache_folder import default_cache
 
 Medium = Literal["image", "audio", "video"]
 D = TypeVar("D", bound=Data)

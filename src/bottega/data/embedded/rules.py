@@ -29,7 +29,8 @@ from bottega.data.numbers.config import (
     count_cells,
     count_content_dimensions,
 )
-from bottega.data.tables.cache import default_cache, get_or_build
+from bottega.data.tables.cache import get_or_build
+from bottega.storage.cache_folder import default_cache
 
 SAMPLES_PER_BLOCK = 1024
 """Number of samples drawn by one generator; a generator for each sample would take most of the time."""

@@ -27,7 +27,8 @@ from bottega.data.embedded.stickers import (
     draw_sticker,
     format_caption,
 )
-from bottega.data.tables.cache import default_cache, get_or_build
+from bottega.data.tables.cache import get_or_build
+from bottega.storage.cache_folder import default_cache
 
 # The name ends with a hash of the content, which a test checks.
 CACHE_NAME = "people-20476f5a93bb2f07"

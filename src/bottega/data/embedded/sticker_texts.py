@@ -24,7 +24,8 @@ from bottega.data.embedded.stickers import (
     format_keywords,
     list_caption_forms,
 )
-from bottega.data.tables.cache import default_cache, get_or_build
+from bottega.data.tables.cache import get_or_build
+from bottega.storage.cache_folder import default_cache
 
 # Names of the cache folders; each ends with a hash of the content, which a test checks.
 CACHE_NAMES = {

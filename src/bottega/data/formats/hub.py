@@ -18,8 +18,9 @@ from bottega.data.formats import columns, files
 from bottega.data.formats.fingerprint import hash_files
 from bottega.data.formats.reader import Format, Piece
 from bottega.data.records.record import BadRecord, Record
-from bottega.data.tables.cache import default_cache, get_or_build
+from bottega.data.tables.cache import get_or_build
 from bottega.models.folders.hub_access import offline_if_hub_unreachable
+from bottega.storage.cache_folder import default_cache
 
 DEFAULT_SPLIT = "train"
 

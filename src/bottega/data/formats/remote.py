@@ -17,8 +17,9 @@ from urllib.parse import unquote, urlsplit
 from bottega.config.credentials import restore_credentials
 from bottega.core.errors import BottegaError, DataError, EnvironmentProblem, UsageError
 from bottega.data.formats.files import expand_ranges
-from bottega.data.tables.cache import default_cache, get_or_build
+from bottega.data.tables.cache import get_or_build
 from bottega.redaction import strip_credentials
+from bottega.storage.cache_folder import default_cache
 
 # Packages by scheme. Other schemes of fsspec are not allowed: some run commands or unpack archives.
 SCHEMES = {

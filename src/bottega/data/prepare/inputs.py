@@ -16,7 +16,8 @@ from bottega.data.formats import SourceFiles, compression, find_files
 from bottega.data.formats.fingerprint import hash_file, hash_files
 from bottega.data.formats.idx import list_splits
 from bottega.data.formats.reader import Piece
-from bottega.data.tables.cache import default_cache, get_or_build
+from bottega.data.tables.cache import get_or_build
+from bottega.storage.cache_folder import default_cache
 
 # Bytes per job: small enough to lose little when a process is killed, large enough that opening its results is cheap.
 JOB_BYTES = 8 << 20

@@ -23,8 +23,8 @@ from bottega.data.prepare.jobs import ProgressCallback
 from bottega.data.prepare.prepared import PreparationPlan, PreparedData, open_if_prepared, prepare
 from bottega.data.prepare.rules import DroppedRecord, Rules
 from bottega.data.records.record import BadRecord, Record, Unreadable
-from bottega.data.tables.cache import default_cache
 from bottega.data.video.config import VideoData
+from bottega.storage.cache_folder import default_cache
 
 # Images are stored decoded if all of them take at most this many bytes, otherwise encoded.
 MAX_DECODED_BYTES = 2 << 30

@@ -17,9 +17,10 @@ from bottega.data.audio.mel import find_deterministic_samples
 from bottega.data.audio.source import AudioRows
 from bottega.data.image.source import ImageRows
 from bottega.data.sources.source import Source
-from bottega.data.tables.cache import default_cache, get_or_build
+from bottega.data.tables.cache import get_or_build
 from bottega.data.tables.shards import Column, ShardWriter, Table
 from bottega.data.video.source import VideoRows
+from bottega.storage.cache_folder import default_cache
 
 LATENT_FIELD = "latent"
 # Part of the cache key: raised when the same inputs would give other files.

@@ -19,14 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from bottega.core.errors import DataError, EnvironmentProblem
+from bottega.storage.cache_folder import default_cache
 from bottega.storage.durable import resumable_folder
 
 MANIFEST = "MANIFEST.json"
-
-
-def default_cache() -> Path:
-    """Return the cache folder: $XDG_CACHE_HOME/bottega, or ~/.cache/bottega."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bottega"
 
 
 def open_database(name: str, table: str, *, timeout: float) -> sqlite3.Connection:

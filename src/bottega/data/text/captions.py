@@ -15,11 +15,12 @@ from tokenizers import processors
 
 from bottega.core.errors import DataError, UsageError
 from bottega.data.sources.source import Source
-from bottega.data.tables.cache import default_cache, get_or_build
+from bottega.data.tables.cache import get_or_build
 from bottega.data.tables.classes import read_text_column
 from bottega.data.tables.shards import Table
 from bottega.data.text.tokenizer import END_OF_TEXT, Tokenizer
 from bottega.data.text.vocabulary import train_bpe
+from bottega.storage.cache_folder import default_cache
 
 # Part of the cache key. Increase it when the same captions would give a different tokenizer.
 FORMAT = 1

@@ -15,11 +15,12 @@ import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from bottega.core.errors import UsageError
-from bottega.data.tables.cache import default_cache, get_or_build
+from bottega.data.tables.cache import get_or_build
 from bottega.data.tables.shards import Table
 from bottega.data.text.bytelevel import SYMBOLS
 from bottega.data.text.captions import read_captions
 from bottega.data.text.tokenizer import END_OF_TEXT, Tokenizer
+from bottega.storage.cache_folder import default_cache
 
 START_OF_TEXT, END_OF_WORD = "<|startoftext|>", "</w>"
 WORD_PATTERN = r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, final
 
 import torch
 
-from bottega.config.optimizers import OPTIMIZER_SPECS
+from bottega.config.optimizers import OPTIMIZER_SPECS, describe_fallback
 from bottega.config.training import Training
 from bottega.core.engine import Engine
 from bottega.core.errors import BottegaError
@@ -28,6 +29,11 @@ class TorchBackend(Backend):
         from bottega.engines.torch.engine import TorchEngine
 
         return TorchEngine(task, training, **{"rate": lambda step: 0.0, **options})
+
+    def read_tensors(self, path: Path) -> Mapping[str, Any]:
+        from bottega.models.folders.tensors import read_tensors
+
+        return read_tensors(path)
 
     def device_type(self, device: str) -> str:
         return choose_device(device).type
@@ -79,7 +85,6 @@ class TorchBackend(Backend):
 
     def describe_optimizer(self, task: Task, training: Training, *, seed: int) -> list[str]:
         from bottega.config.parameter_groups import resolve_parameter_settings
-        from bottega.engines.torch.optimizers import describe_fallback
         from bottega.models.build import build_meta_models
 
         models = (
@@ -93,7 +98,9 @@ class TorchBackend(Backend):
         settings = resolve_parameter_settings(training, list(parameters), is_trainable=task.is_trainable)
         # The scale of the learning rate is None for frozen parameters.
         trainable = {name: parameter for name, parameter in parameters.items() if settings[name].scale is not None}
-        return describe_fallback(trainable, training.optimizer)
+        return describe_fallback(
+            {name: parameter.dim() for name, parameter in trainable.items()}, training.optimizer.name
+        )
 
     def estimate_memory(self, task: Task, training: Training, *, seed: int, is_frozen: bool = False) -> MemoryEstimate:
         from bottega.engines.torch import sizing

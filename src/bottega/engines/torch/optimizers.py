@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bottega.config.optimizers import FALLBACK_OPTIMIZER, OPTIMIZER_SPECS
+from bottega.config.optimizers import FALLBACK_OPTIMIZER, OPTIMIZER_SPECS, is_hidden_matrix
 from bottega.config.parameter_groups import ParameterSetting
 from bottega.config.training import Optimizer as OptimizerOptions
 from bottega.core.model_spec import resolve_reference
@@ -36,7 +36,7 @@ def build_optimizers(
         parameter.requires_grad_(setting.scale is not None)
         if setting.scale is not None:
             default_decay = weight_decay if parameter.dim() >= 2 else 0.0
-            is_hidden = spec.is_for_hidden_matrices_only and is_hidden_matrix(name, parameter)
+            is_hidden = spec.is_for_hidden_matrices_only and is_hidden_matrix(name, parameter.dim())
             key = is_hidden, setting.scale, default_decay if setting.weight_decay is None else setting.weight_decay
             groups.setdefault(key, []).append(parameter)
 
@@ -50,26 +50,6 @@ def build_optimizers(
     fallback_name = FALLBACK_OPTIMIZER if spec.is_for_hidden_matrices_only else options.name
     groups_by_optimizer = ((options.name, make_param_groups(True)), (fallback_name, make_param_groups(False)))
     return [_build_optimizer(name, options, groups, learning_rate) for name, groups in groups_by_optimizer if groups]
-
-
-def describe_fallback(parameters: Mapping[str, Tensor], options: OptimizerOptions) -> list[str]:
-    """Return a note if the chosen optimizer applies to none of the parameters and AdamW trains all of them."""
-    if not OPTIMIZER_SPECS[options.name].is_for_hidden_matrices_only or any(
-        is_hidden_matrix(name, parameter) for name, parameter in parameters.items()
-    ):
-        return []
-    return [
-        f"training.optimizer.name: {options.name} is for matrices between hidden states, and this model trains none; AdamW "
-        "trains all of its parameters"
-    ]
-
-
-def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
-    """Return whether Muon applies: it orthogonalises maps between hidden states; embeddings and heads stay with AdamW.
-
-    The weights of n-grams are both.
-    """
-    return parameter.dim() == 2 and not any(word in name for word in ("embed", "head", "ngrams"))
 
 
 def _build_optimizer(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,14 +9,14 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from bottega.config.optimizers import FALLBACK_OPTIMIZER, OPTIMIZER_SPECS
+from bottega.config.optimizers import FALLBACK_OPTIMIZER, OPTIMIZER_SPECS, is_hidden_matrix
 from bottega.config.parameter_groups import resolve_parameter_settings
 from bottega.config.training import Optimizer, Training
 from bottega.core.errors import OutOfMemory
 from bottega.core.task import Task
 from bottega.engines.backend import MemoryEstimate, ModelPart
 from bottega.engines.host_memory import get_available_memory
-from bottega.engines.torch.optimizers import is_hidden_matrix
+from bottega.engines.parts import count_parts
 from bottega.models.build import MetaBuildFailed, build_meta_models_with_frozen
 from bottega.world import World
 
@@ -71,40 +70,8 @@ def list_parts(task: Task, training: Training, *, seed: int) -> list[ModelPart]:
         counts = {path: parameter.numel() for path, parameter in model.named_parameters()}
         trainable_paths = _list_trainable_names(task, training, list(counts)) if name == "model" else []
         trainable = {path: counts[path] for path in trainable_paths}
-        parts.append(ModelPart(name, None, sum(counts.values()), sum(trainable.values())))
-        depth = _choose_depth(counts)
-        trainable_sizes = _sum_by_part(trainable, depth)
-        parts += [
-            ModelPart(name, part, size, trainable_sizes.get(part, 0))
-            for part, size in _sum_by_part(counts, depth).items()
-        ]
+        parts += count_parts(name, counts, trainable)
     return parts
-
-
-MAX_PARTS, MAX_DEPTH = 12, 4
-MAX_SHARE = 0.95
-"""A part with a larger share of the parameters tells nothing, so it is shown by its own parts."""
-
-
-def _choose_depth(counts: dict[str, int]) -> int:
-    """Return how many components of a parameter's name tell its part: more than one if nearly all share the first."""
-    for depth in range(1, MAX_DEPTH):
-        sizes = _sum_by_part(counts, depth)
-        is_last = _sum_by_part(counts, depth + 1) == sizes or len(_sum_by_part(counts, depth + 1)) > MAX_PARTS
-        if is_last or max(sizes.values()) <= MAX_SHARE * sum(sizes.values()):
-            return depth
-    return MAX_DEPTH
-
-
-def _sum_by_part(counts: dict[str, int], depth: int) -> dict[str, int]:
-    """Return the sum of the counts by the first `depth` components of each name, up to the number of a block."""
-    sizes: dict[str, int] = {}
-    for path, size in counts.items():
-        module = path.split(".")[:-1] or [path]
-        components = itertools.takewhile(lambda component: not component.isdecimal(), module)
-        part = ".".join(itertools.islice(components, depth)) or module[0]
-        sizes[part] = sizes.get(part, 0) + size
-    return sizes
 
 
 def check_memory(estimate: MemoryEstimate, device: torch.device) -> None:
@@ -136,7 +103,7 @@ def check_memory(estimate: MemoryEstimate, device: torch.device) -> None:
 def _estimate_state_bytes(name: str, parameter: Tensor, options: Optimizer) -> int:
     """Return the bytes of optimizer state of one parameter."""
     spec, size = OPTIMIZER_SPECS[options.name], _count_bytes(parameter)
-    if spec.is_for_hidden_matrices_only and not is_hidden_matrix(name, parameter):
+    if spec.is_for_hidden_matrices_only and not is_hidden_matrix(name, parameter.dim()):
         spec = OPTIMIZER_SPECS[FALLBACK_OPTIMIZER]
     if spec.is_factored and parameter.dim() >= 2:
         rows, columns = parameter.shape[-2:]

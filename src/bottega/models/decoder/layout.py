@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from torch import Tensor
 
 from bottega.core.errors import CheckpointError, UsageError
+from bottega.core.types import Array
 from bottega.models.decoder.config import TransformerShape
 from bottega.models.experts.config import ExpertsShape
 from bottega.models.ssm.config import SSMShape
@@ -44,7 +44,7 @@ _MAMBA_RULES = (
 )
 
 
-def select_layout(shape: TransformerShape, state: Mapping[str, Tensor]) -> str:
+def select_layout(shape: TransformerShape, state: Mapping[str, Array]) -> str:
     """Return the model_type of the transformers class that computes this model exactly, or our own."""
     experts = shape.experts
     if _find_own_options(shape):
@@ -103,9 +103,9 @@ def explain_own_layout(shape: TransformerShape) -> str:
     return next((reason for reason, applies in reasons.items() if applies), _MIXTRAL_REASON)
 
 
-def rename_tensors(state: Mapping[str, Tensor], model_type: str) -> dict[str, Tensor]:
+def rename_tensors(state: Mapping[str, Array], model_type: str) -> dict[str, Array]:
     """Return views of our tensors under the names of a layout, to write or to fill; stacked experts are split."""
-    views: dict[str, Tensor] = {}
+    views: dict[str, Array] = {}
     for name, tensor in state.items():
         is_router_state = ROUTER_STATE.fullmatch(name) is not None
         if is_router_state and (model_type != OWN_MODEL_TYPE or name.endswith(".absent")):
@@ -126,7 +126,7 @@ def _apply_rules(name: str, rules: tuple[tuple[str, str], ...]) -> str:
     return name
 
 
-def _split_experts(name: str, tensor: Tensor, model_type: str) -> dict[str, Tensor]:
+def _split_experts(name: str, tensor: Array, model_type: str) -> dict[str, Array]:
     """Return one tensor of an MLP under the names of the layout; a stack of experts is one tensor for each expert."""
     their_mlp, their_matrices = _EXPERT_NAMES[model_type]
     layer, _, mlp_name = name.partition(".mlp.")

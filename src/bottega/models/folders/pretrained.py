@@ -1,7 +1,7 @@
 """Reads and writes decoder weights in the layout of transformers: config.json and safetensors, no remote code, no pickle.
 
 transformers' own loader is not used: it takes 2.5 s to import, is optional here, and would build a second model whose
-tensors are then copied into ours.
+tensors are then copied into ours. Tensors are those of torch or arrays of numpy, so that JAX needs no torch.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
+import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor, nn
 
 from bottega.core.errors import CheckpointError
+from bottega.core.types import Array
 from bottega.models.decoder.config import TransformerShape
 from bottega.models.decoder.layout import (
     OWN_MODEL_TYPE,
@@ -28,9 +28,12 @@ from bottega.models.decoder.layout import (
 from bottega.models.folders.json_object import read_json_object
 from bottega.models.folders.resolve import CONFIG, resolve_model
 
+if TYPE_CHECKING:
+    from torch import nn
+
 
 def export_transformers(
-    state: Mapping[str, Tensor],
+    state: Mapping[str, Array],
     shape: TransformerShape,
     folder: Path | str,
     *,
@@ -41,7 +44,6 @@ def export_transformers(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     model_type = select_layout(shape, state)
-    tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in rename_tensors(state, model_type).items()}
     dtype = str(state["model.norm.weight"].dtype).removeprefix("torch.")
     config = build_config(shape, model_type) | {
         "bos_token_id": bos_token_id,
@@ -49,8 +51,20 @@ def export_transformers(
         "torch_dtype": dtype,
     }
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    _save_tensors(rename_tensors(state, model_type), folder / "model.safetensors")
     return folder
+
+
+def _save_tensors(tensors: Mapping[str, Array], path: Path) -> None:
+    metadata = {"format": "pt"}
+    if all(isinstance(tensor, np.ndarray) for tensor in tensors.values()):
+        from safetensors.numpy import save_file as save_arrays
+
+        save_arrays({name: np.ascontiguousarray(array) for name, array in tensors.items()}, path, metadata=metadata)
+    else:
+        from safetensors.torch import save_file
+
+        save_file({name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}, path, metadata)
 
 
 def read_decoder_shape(folder: Path | str) -> TransformerShape:
@@ -62,10 +76,19 @@ def read_decoder_shape(folder: Path | str) -> TransformerShape:
 
 def load_weights(module: nn.Module, folder: Path | str) -> None:
     """Fill a module's tensors from one or several safetensors files; every name and shape must match."""
+    import torch
+
+    with torch.no_grad():
+        fill_tensors(module.state_dict(), folder, shape=getattr(module, "shape", None))
+
+
+def fill_tensors(state: Mapping[str, Array], folder: Path | str, *, shape: object = None) -> None:
+    """Fill tensors in place from the safetensors files of a folder; every name and shape must match.
+
+    `shape` is that of a decoder, whose folder may have the layout of a class of transformers.
+    """
     folder = Path(folder)
-    state = module.state_dict()
     files = _find_tensor_files(folder)
-    shape = getattr(module, "shape", None)
     if isinstance(shape, TransformerShape):
         state = _rename_for_folder(state, folder, files)
         if shape.tie_embeddings:
@@ -81,9 +104,8 @@ def load_weights(module: nn.Module, folder: Path | str) -> None:
             f"{folder} {verb} {name} ({len(missing)} missing, {len(unexpected)} unexpected tensors); "
             f"set the model's sizes as in {folder / 'config.json'}, or give another folder"
         )
-    with torch.no_grad():
-        for file in sorted(set(files.values())):
-            _copy_tensors(state, file, [name for name in state if files[name] == file])
+    for file in sorted(set(files.values())):
+        _copy_tensors(state, file, [name for name in state if files[name] == file])
 
 
 def fetch_weights(module: nn.Module, name: str) -> None:
@@ -91,7 +113,7 @@ def fetch_weights(module: nn.Module, name: str) -> None:
     load_weights(module, resolve_model(name, key="model.from").path)
 
 
-def _rename_for_folder(state: Mapping[str, Tensor], folder: Path, files: Mapping[str, Path]) -> dict[str, Tensor]:
+def _rename_for_folder(state: Mapping[str, Array], folder: Path, files: Mapping[str, Path]) -> dict[str, Array]:
     """Return a decoder's tensors under the folder's names. Router buffers may be missing and then keep their values."""
     config = folder / CONFIG
     views = rename_tensors(
@@ -112,7 +134,7 @@ def _find_tensor_files(folder: Path) -> dict[str, Path]:
     file = folder / "model.safetensors"
     if file.is_file():
         try:
-            with safe_open(file, framework="pt") as tensors:
+            with safe_open(file, framework="np") as tensors:  # the names need no framework
                 return dict.fromkeys(tensors.keys(), file)
         except SafetensorError as error:
             raise CheckpointError(f"{file} is damaged ({error}); download it again") from error
@@ -127,10 +149,11 @@ def _find_tensor_files(folder: Path) -> dict[str, Path]:
     )
 
 
-def _copy_tensors(state: Mapping[str, Tensor], file: Path, names: list[str]) -> None:
+def _copy_tensors(state: Mapping[str, Array], file: Path, names: list[str]) -> None:
     """Copy the named tensors of a file into `state`; on the meta device only shapes are checked."""
+    is_numpy = all(isinstance(tensor, np.ndarray) for tensor in state.values())
     try:
-        with safe_open(file, framework="pt") as tensors:
+        with safe_open(file, framework="np" if is_numpy else "pt") as tensors:
             for name in names:
                 shape = tensors.get_slice(name).get_shape()
                 if shape != list(state[name].shape):
@@ -138,7 +161,9 @@ def _copy_tensors(state: Mapping[str, Tensor], file: Path, names: list[str]) -> 
                         f"{file}: {name} has shape {shape}, but the recipe's model needs {list(state[name].shape)}; "
                         f"set the model's sizes as in {file.parent / 'config.json'}, or give another folder"
                     )
-                if not state[name].is_meta:
+                if is_numpy:
+                    state[name][...] = tensors.get_tensor(name)
+                elif not state[name].is_meta:
                     state[name].copy_(tensors.get_tensor(name))
     except SafetensorError as error:
         raise CheckpointError(f"{file} is damaged ({error}); download it again") from error

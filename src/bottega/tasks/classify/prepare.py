@@ -23,7 +23,6 @@ from bottega.data.prepare.prepared import PlannedTexts, PreparationPlan, Prepare
 from bottega.data.prepare.rules import Rules
 from bottega.data.prepare.tokenizer_training import get_tokenizer_metadata, load_or_train_tokenizer, open_tokenizer
 from bottega.data.records.record import BadRecord, Record, Unreadable
-from bottega.data.tables.cache import default_cache
 from bottega.data.tables.classes import find_classes, read_text_column
 from bottega.data.tables.shards import TEXT, Column, Table
 from bottega.data.text import synonyms
@@ -32,6 +31,7 @@ from bottega.data.text.config import TextAugmentation
 from bottega.data.text.ngrams import NgramSpec, count_ngrams
 from bottega.data.text.tokenizer import Tokenizer
 from bottega.data.text.vocabulary import TokenizerSpec, build_tokenizer
+from bottega.storage.cache_folder import default_cache
 from bottega.tasks.classify.config import ClassifyData
 from bottega.tasks.language.prepare import (
     BYTE_LENGTHS,

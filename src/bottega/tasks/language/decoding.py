@@ -15,9 +15,10 @@ from torch import Tensor
 
 from bottega.models.decoder.step import DecodeStep
 from bottega.models.decoder.torch import DecoderCache, Transformer
+from bottega.tasks.language.generated_text import TextRow, needs_reading
 from bottega.tasks.language.gumbel import GumbelNoise
 from bottega.tasks.language.step_graphs import StepGraphs
-from bottega.tasks.language.text_rows import TextRow, compute_next_logits, needs_reading
+from bottega.tasks.language.text_rows import compute_next_logits
 from bottega.tasks.language.token_choice import TokenChoice, find_repeated_tokens
 
 MAX_BLOCK_STEPS = 32

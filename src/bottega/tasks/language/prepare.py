@@ -19,11 +19,11 @@ from bottega.data.prepare.rules import Rules
 from bottega.data.prepare.tokenizer_training import get_tokenizer_metadata, load_or_train_tokenizer, open_tokenizer
 from bottega.data.records.fields import HAS_NEXT_PIECE
 from bottega.data.records.record import BadRecord, Record
-from bottega.data.tables.cache import default_cache
 from bottega.data.tables.shards import TEXT, Column
 from bottega.data.text.tokenizer import Tokenizer
 from bottega.data.text.tokens import BYTE_LENGTHS
 from bottega.data.text.vocabulary import TokenizerSpec, build_tokenizer
+from bottega.storage.cache_folder import default_cache
 
 # Characters that the tokenizer encodes in one call.
 CHARACTERS_PER_CALL = 4_000_000

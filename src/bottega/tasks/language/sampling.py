@@ -12,14 +12,14 @@ from bottega.core.noise import Noise
 from bottega.models.cuda_graph import report_failed_capture
 from bottega.models.decoder.step import supports_decode_step
 from bottega.models.decoder.torch import Transformer
+from bottega.models.device import uses_bfloat16
 from bottega.tasks.language.decoding import GenerationPlan, GraphDecoder, generate_on_host
-from bottega.tasks.language.text_rows import TextRow, choose_decoding_dtype, compute_next_logits, create_cache
+from bottega.tasks.language.generated_text import NextTokens, TextRow, check_prompts
+from bottega.tasks.language.text_rows import choose_decoding_dtype, compute_next_logits, create_cache
 from bottega.tasks.language.token_choice import TokenChoice, to_gumbel
 
 MIN_GRAPH_TOKENS = 8
 """New tokens from which steps on a GPU are captured; a capture takes as long as a few steps."""
-NextTokens = list[int | None]
-"""The new token of each prompt; None for a prompt that has stopped before."""
 
 
 def generate_tokens(model: Transformer, prompts: list[list[int]], **options: Any) -> Iterator[NextTokens]:
@@ -36,6 +36,27 @@ def generate_tokens(model: Transformer, prompts: list[list[int]], **options: Any
     plan = plan_generation(model, prompts, **options)
     is_fast = plan.device.type in ("cpu", "cuda") and supports_decode_step(model)
     return _in_evaluation_mode(model, _generate_fast(plan) if is_fast else _generate_plainly(plan))
+
+
+def generate_tokens_of_run(
+    model: Transformer, prompts: list[list[int]], *, device: torch.device | str, mixed_precision: str, **options: Any
+) -> Iterator[NextTokens]:
+    """Yield the tokens of `generate_tokens`, computed in bfloat16 on a GPU unless the run was trained in another precision.
+
+    A step on a GPU mostly reads the weights, which are then half as many bytes.
+    """
+
+    def in_precision() -> torch.autocast:
+        return torch.autocast("cuda", torch.bfloat16, enabled=uses_bfloat16(device, mixed_precision))
+
+    with in_precision():
+        stream = generate_tokens(model, prompts, device=device, **options)
+
+    def run() -> Iterator[NextTokens]:
+        with in_precision():
+            yield from stream
+
+    return run()
 
 
 def generate_tokens_plainly(model: Transformer, prompts: list[list[int]], **options: Any) -> Iterator[NextTokens]:
@@ -59,7 +80,7 @@ def plan_generation(
     """Check the options of a generation and allocate its cache; raise UsageError or OutOfMemory."""
     if max_new_tokens < 1:
         raise UsageError(f"max_tokens {max_new_tokens}: expected 1 or more")
-    _check_prompts(prompts, model.shape.vocab_size)
+    check_prompts(prompts, model.shape.vocab_size)
     choice = TokenChoice(temperature, top_k, top_p, repetition_penalty)
     choice.check()
     rows = [TextRow.start(prompt, model.shape) for prompt in prompts]
@@ -114,16 +135,3 @@ def _generate_plainly(plan: GenerationPlan, *, first_index: int = 0) -> Iterator
         yield plan.append(next_tokens)
         if plan.is_finished:
             return
-
-
-def _check_prompts(prompts: list[list[int]], vocab_size: int) -> None:
-    """Raise a UsageError for the first invalid prompt."""
-    for i, prompt in enumerate(prompts):
-        if not prompt:
-            raise UsageError(f"prompt {i} is empty; give at least one token, such as the end-of-text token")
-        if min(prompt) < 0 or max(prompt) >= vocab_size:
-            raise UsageError(
-                f"prompt {i} has a token outside 0..{vocab_size - 1}; encode it with the tokenizer of this run"
-            )
-    if not prompts:
-        raise UsageError("no prompts; give at least one")

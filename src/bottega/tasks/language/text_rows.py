@@ -1,50 +1,19 @@
-"""Texts that are being generated, and the reading of their tokens into the cache of a model."""
+"""The reading of the tokens of texts into the cache of a model in torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from bottega.core.errors import OutOfMemory
 from bottega.engines.host_memory import get_available_memory
-from bottega.measurements import GIB
 from bottega.models.decoder.config import TransformerShape
 from bottega.models.decoder.torch import DecoderCache, Transformer
+from bottega.tasks.language.generated_text import FEWER_TEXTS, TextRow, check_cache_memory
 
-MIN_CHECKED_BYTES = 2**26
-"""Size of a cache from which it is compared with the free memory."""
 CUDA_LENGTH_MULTIPLE = 128
 """The length of a cache on a GPU is a multiple of this, as its attention kernels need for masks."""
-
-
-@dataclass
-class TextRow:
-    """One text being generated. `window` holds the tokens in the context; `is_cached` says whether the cache has them.
-
-    The last token of the window is not in the cache yet: the next step reads it.
-    """
-
-    tokens: list[int]
-    window: list[int]
-    is_cached: bool = False
-    has_stopped: bool = False
-
-    @classmethod
-    def start(cls, prompt: Sequence[int], shape: TransformerShape) -> TextRow:
-        """Return the row of a prompt; with attention, its last `context` tokens are read."""
-        return cls(list(prompt), list(prompt)[slice(-shape.context, None) if shape.has_attention else slice(None)])
-
-    def append(self, token: int, stop_token: int | None) -> int | None:
-        """Append a new token and return it; None if the text has stopped before."""
-        if self.has_stopped:
-            return None
-        self.tokens.append(token)
-        self.window.append(token)
-        self.has_stopped = token == stop_token
-        return token
 
 
 def choose_decoding_dtype(model: Transformer, device: torch.device | str) -> torch.dtype:
@@ -62,18 +31,20 @@ def create_cache(
     device: torch.device | str,
     dtype: torch.dtype,
     noun: str = "texts",
-    advice: str = "generate fewer texts at once (--count), or shorter ones (--max_tokens)",
+    advice: str = FEWER_TEXTS,
 ) -> DecoderCache:
     """Return an empty cache for at least `length` tokens; raise OutOfMemory with its size if that exceeds the free memory."""
     if torch.device(device).type == "cuda":
         length = -(-length // CUDA_LENGTH_MULTIPLE) * CUDA_LENGTH_MULTIPLE
     planned = DecoderCache.empty(shape, batch_size=num_rows, length=length, device="meta", dtype=dtype)
     num_bytes = sum(tensor.nbytes for layer in planned.layers for tensor in layer)
-    if num_bytes > MIN_CHECKED_BYTES and num_bytes > (free := _get_free_memory(torch.device(device))):
-        raise OutOfMemory(
-            f"{num_rows:,} {noun} of {length:,} tokens need a cache of {num_bytes / GIB:.1f} GiB, and {device} has "
-            f"{free / GIB:.1f} GiB free; {advice}"
-        )
+    check_cache_memory(
+        num_bytes,
+        lambda: _get_free_memory(torch.device(device)),
+        what=f"{num_rows:,} {noun} of {length:,} tokens",
+        device=str(device),
+        advice=advice,
+    )
     return DecoderCache.empty(shape, batch_size=num_rows, length=length, device=device, dtype=dtype)
 
 
@@ -82,11 +53,6 @@ def _get_free_memory(device: torch.device) -> int:
         return get_available_memory()
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(torch.cuda.mem_get_info(device)[0]) + cached
-
-
-def needs_reading(rows: Sequence[TextRow], shape: TransformerShape) -> bool:
-    """Return whether a window must be read into the cache: that of a new prompt, or one that exceeds the context."""
-    return any(not row.is_cached or (shape.has_attention and len(row.window) > shape.context) for row in rows)
 
 
 def compute_next_logits(

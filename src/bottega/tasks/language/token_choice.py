@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from bottega.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ def to_gumbel(uniform: Tensor) -> Tensor:
 
 def find_repeated_tokens(previous_tokens: Sequence[Sequence[int]], like: Tensor) -> Tensor:
     """Return a mask (B, V), of the shape and device of `like`, of the tokens that each row already has."""
+    import torch  # not at the top, because JAX shares the options
+
     is_repeated = torch.zeros_like(like, dtype=torch.bool)
     for row, tokens in zip(is_repeated, previous_tokens, strict=True):
         row[torch.tensor(sorted(set(tokens)), device=like.device)] = True
@@ -74,7 +77,8 @@ def find_repeated_tokens(previous_tokens: Sequence[Sequence[int]], like: Tensor)
 
 def penalise_repetition(logits: Tensor, is_repeated: Tensor, *, penalty: float) -> Tensor:
     """Lower the logits of repeated tokens (Keskar et al., 2019)."""
-    return torch.where(is_repeated, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+    penalised = (logits / penalty).where(logits > 0, logits * penalty)
+    return penalised.where(is_repeated, logits)
 
 
 def filter_logits(logits: Tensor, *, temperature: float, top_k: int | None, top_p: float | None) -> Tensor:
@@ -82,11 +86,11 @@ def filter_logits(logits: Tensor, *, temperature: float, top_k: int | None, top_
     logits = logits / temperature
     if top_k is not None and top_k < logits.shape[-1]:
         min_logit = logits.topk(top_k, dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < min_logit, -torch.inf)
+        logits = logits.masked_fill(logits < min_logit, -math.inf)
     if top_p is not None and top_p < 1.0:
         sorted_logits, order = logits.sort(dim=-1, descending=True)
         probabilities = sorted_logits.softmax(dim=-1)
         # A token stays while the tokens before it sum to less than top_p, so the first one always stays.
         is_dropped = probabilities.cumsum(dim=-1) - probabilities >= top_p
-        logits = logits.masked_fill(torch.zeros_like(is_dropped).scatter(1, order, is_dropped), -torch.inf)
+        logits = logits.masked_fill(is_dropped.new_zeros(is_dropped.shape).scatter(1, order, is_dropped), -math.inf)
     return logits

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO, final
 
-import torch
 from pydantic import ValidationError
 
 from bottega.config.data import TextData
 from bottega.config.recipe import Recipe
 from bottega.core.errors import CheckpointError, DataError, UsageError
+from bottega.core.model_spec import find_framework, resolve_reference
 from bottega.core.types import Models
 from bottega.data.output_files import explain_write_errors
 from bottega.data.prepare.prepared import PreparedData
@@ -32,12 +32,10 @@ from bottega.models.decoder.kinds import (
     shape_to_recipe_keys,
 )
 from bottega.models.decoder.layout import OWN_MODEL_TYPE, select_layout
-from bottega.models.device import uses_bfloat16
 from bottega.models.folders.pretrained import export_transformers, read_decoder_shape
 from bottega.tasks.base_model import find_base_folder, resolve_tokenizer_spec
 from bottega.tasks.language.config import LanguageRecipe
 from bottega.tasks.language.prepare import prepare_language
-from bottega.tasks.language.sampling import generate_tokens
 from bottega.tasks.language.task import Language
 from bottega.tasks.processor import FolderProcessor
 from bottega.tasks.sampler import Sampler
@@ -45,6 +43,11 @@ from bottega.tasks.table_data import TableData
 from bottega.tasks.workload import Workload, choose_headline_metrics
 
 SHAPE_FILE = "shape.json"
+TOKEN_GENERATORS = {
+    "torch": "bottega.tasks.language.sampling:generate_tokens_of_run",
+    "jax": "bottega.tasks.language.jax_sampling:generate_tokens_of_run",
+}
+"""Framework -> the function that generates tokens."""
 MAX_TEXTS = 100_000
 """Maximum number of texts generated at once: they are one batch, and its key-value cache fills the memory."""
 
@@ -262,21 +265,26 @@ class LanguageSampler(Sampler):
         decoder = self.tokenizer.stream_decoder()
         generated: list[list[int]] = [[] for _ in prompts]
         options = {"max_new_tokens": max_tokens, "temperature": temperature, **options}
-        # In bfloat16 if the run was trained in it: a step on a GPU mostly reads the weights, which are then half as many bytes.
-        is_bfloat16 = uses_bfloat16(device, self.recipe.training.mixed_precision)
-        with torch.autocast("cuda", torch.bfloat16, enabled=is_bfloat16):
-            tokens = generate_tokens(models["model"], prompt_tokens, device=device, stop_token=eos_token_id, **options)
-            if token_stream:  # after the options have been checked
-                token_stream.write(prompts[0])
-            for index, next_tokens in enumerate(tokens):
-                if len(prompts) > 1:
-                    progress("tokens", index + 1, max_tokens)
-                for i, token in enumerate(next_tokens):
-                    if token is not None and token != eos_token_id:
-                        generated[i].append(token)
-                        if token_stream:
-                            token_stream.write(decoder.push(token))
-                            token_stream.flush()
+        generate_tokens = resolve_reference(TOKEN_GENERATORS[find_framework(models["model"])])
+        tokens = generate_tokens(
+            models["model"],
+            prompt_tokens,
+            device=device,
+            mixed_precision=self.recipe.training.mixed_precision,
+            stop_token=eos_token_id,
+            **options,
+        )
+        if token_stream:  # after the options have been checked
+            token_stream.write(prompts[0])
+        for index, next_tokens in enumerate(tokens):
+            if len(prompts) > 1:
+                progress("tokens", index + 1, max_tokens)
+            for i, token in enumerate(next_tokens):
+                if token is not None and token != eos_token_id:
+                    generated[i].append(token)
+                    if token_stream:
+                        token_stream.write(decoder.push(token))
+                        token_stream.flush()
         texts = [text + self.tokenizer.decode(new_tokens) for text, new_tokens in zip(prompts, generated, strict=True)]
         if token_stream:
             token_stream.write(decoder.finish() + "\n")

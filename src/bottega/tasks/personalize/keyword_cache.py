@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, final
 
 from bottega.core.errors import EnvironmentProblem
-from bottega.data.tables.cache import default_cache
+from bottega.storage.cache_folder import default_cache
 from bottega.storage.durable import flush
 from bottega.terminal import print_notice
 

@@ -7,8 +7,6 @@ from dataclasses import replace
 from typing import Any, final
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from bottega.core.noise import Noise
 from bottega.core.types import Array, Batch, Loss, Models
@@ -39,12 +37,14 @@ class PerSourceMetrics(WrappedTask):
         return counts
 
     def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
+        if rng.framework == "jax":
+            return self._compute_weighted_loss(models, batch, rng)
         if "source" not in batch or models["model"].training:
             return self.inner.loss(models, _drop_source(batch), rng)
         inputs, source = _drop_source(batch), batch["source"]
         # Each example passes the model once, with those of its source; the totals are sums over sources.
-        indices_by_source = [torch.nonzero(source == number)[:, 0] for number in range(len(self.names))]
-        indices_by_source.append(torch.nonzero((source < 0) | (source >= len(self.names)))[:, 0])
+        indices_by_source = [(source == number).nonzero()[:, 0] for number in range(len(self.names))]
+        indices_by_source.append(((source < 0) | (source >= len(self.names))).nonzero()[:, 0])
         losses = [
             self.inner.loss(models, _select_examples(inputs, indices), replace(rng, positions=rng.positions[indices]))
             if len(indices)
@@ -53,7 +53,24 @@ class PerSourceMetrics(WrappedTask):
         ]
         return self._merge_losses(losses, indices_by_source, num_examples=len(source))
 
-    def _merge_losses(self, losses: list[Loss | None], indices_by_source: list[Tensor], *, num_examples: int) -> Loss:
+    def _compute_weighted_loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
+        """Return the loss in JAX, whose shapes cannot depend on the sources: once for each source, the others with weight 0."""
+        from bottega.models.jax_layers import is_training
+
+        inputs = _drop_source(batch)
+        total = self.inner.loss(models, inputs, rng)
+        if "source" not in batch or is_training():
+            return total
+        source, weight = batch["source"], batch.get("weight", 1.0)
+        terms, metrics = dict(total.terms), dict(total.metrics)
+        for number, name in enumerate(self.names):
+            weights = weight * (source == number).astype("float32")
+            loss = self.inner.loss(models, {**inputs, "weight": weights}, rng)
+            terms |= {f"{name}/{term}": value for term, value in loss.terms.items()}
+            metrics |= {f"{name}/{metric}": value for metric, value in loss.metrics.items()}
+        return Loss(terms=terms, metrics=metrics, rows=total.rows)
+
+    def _merge_losses(self, losses: list[Loss | None], indices_by_source: list[Array], *, num_examples: int) -> Loss:
         """Return the loss of the whole batch from those of each source; the last is of examples outside the sources."""
         nonempty = [(loss, at) for loss, at in zip(losses, indices_by_source, strict=True) if loss is not None]
         reference = nonempty[0][0]
@@ -72,7 +89,7 @@ class PerSourceMetrics(WrappedTask):
         for source_name, loss in zip(self.names, losses[:-1], strict=True):
             for name, (total, weight) in reference.terms.items():
                 terms[f"{source_name}/{name}"] = (
-                    loss.terms[name][0] if loss is not None else torch.zeros_like(total),
+                    loss.terms[name][0] if loss is not None else total.new_zeros(total.shape),
                     weight,
                 )
             for name in reference.metrics:

@@ -22,7 +22,8 @@ from bottega.data.prepare.jobs import ProgressCallback
 from bottega.data.records.fields import read_caption
 from bottega.data.records.record import Record as Row
 from bottega.data.records.record import Unreadable
-from bottega.data.tables.cache import default_cache, open_database
+from bottega.data.tables.cache import open_database
+from bottega.storage.cache_folder import default_cache
 from bottega.tasks.personalize.data.records import Item
 
 Captioner = Callable[[Sequence[np.ndarray]], list[str]]

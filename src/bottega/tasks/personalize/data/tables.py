@@ -17,8 +17,9 @@ from bottega.data.prepare.media import MAX_DECODED_BYTES
 from bottega.data.prepare.prepared import FORMAT_VERSION, META_FILE, PreparedData, open_if_prepared
 from bottega.data.prepare.tally import Tally
 from bottega.data.records.record import BadRecord
-from bottega.data.tables.cache import default_cache, get_or_build
+from bottega.data.tables.cache import get_or_build
 from bottega.data.tables.shards import TEXT, Column, ShardWriter
+from bottega.storage.cache_folder import default_cache
 from bottega.storage.durable import flush_all, write_atomic
 from bottega.tasks.personalize.config import PersonalizeData
 from bottega.tasks.personalize.data.image_files import ImageFiles, decode_images

@@ -1,0 +1,1 @@
+"""The JAX engine: one jitted, donated training step over micro-batches and devices."""
