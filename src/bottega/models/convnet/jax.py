@@ -17,7 +17,7 @@ from flax import nnx
 from bottega.models.convnet.config import MAX_GROUPS, ConvNetShape
 from bottega.models.initial import draw_parameters
 from bottega.models.initial_conv import initial_convolution
-from bottega.models.jax_layers import Conv, GroupNorm, Linear, Module, checkpoint_block, dropout
+from bottega.models.jax_layers import Conv, GroupNorm, Linear, Module, checkpoint_block, dropout, take_max
 
 Array = Any
 
@@ -89,7 +89,7 @@ class ConvNet(Module):
         x = self.stem(jnp.moveaxis(jnp.concatenate((x, coordinate_channels(x)), axis=-1), -1, 1))
         for block in self.blocks:
             x = checkpoint_block(lambda y, block=block: block(y))(x)
-        return jax.nn.silu(self.norm(x)).reshape(*x.shape[:2], -1).max(axis=2)
+        return take_max(jax.nn.silu(self.norm(x)).reshape(*x.shape[:2], -1), axis=2)
 
 
 def average_pool(x: Array, window: tuple[int, ...]) -> Array:

@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 
 from bottega.models.initial import draw_parameters
-from bottega.models.jax_layers import Conv, Embedding, Linear, Module, checkpoint_block, dropout
+from bottega.models.jax_layers import Conv, Embedding, Linear, Module, checkpoint_block, dropout, take_max
 from bottega.models.text_classifier.config import KimShape
 from bottega.models.text_classifier.kim.initial import initial_value
 
@@ -56,7 +56,7 @@ def max_over_time(convolution: Conv, x: Array, mask: Array) -> Array:
     """Return the maximum (B, F) over windows that are all text; a shorter text has its first window only."""
     activations = convolution(x)
     is_text = mask[:, mask.shape[1] - activations.shape[2] :].at[:, 0].set(True)
-    return jnp.where(is_text[:, None], activations, -jnp.inf).max(axis=2)
+    return take_max(jnp.where(is_text[:, None], activations, -jnp.inf), axis=2)
 
 
 def initialise_kim(shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str, np.ndarray]:
