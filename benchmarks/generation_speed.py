@@ -33,8 +33,8 @@ from bottega.models.generator.config import ConditionShape, DiTShape, GeneratorS
 from bottega.models.generator.torch import Generator
 from bottega.models.initial import initialise
 from bottega.tasks.generation import solvers
+from bottega.tasks.generation.guidance import guide
 from bottega.tasks.generation.paths import NoisePath
-from bottega.tasks.generation.prediction import guide
 from bottega.tasks.generation.task import Generation
 from bottega.tasks.language.sampling import generate_tokens, generate_tokens_plainly
 

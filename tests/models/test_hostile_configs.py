@@ -13,7 +13,7 @@ import torch
 
 import tiny_pipelines
 from bottega.core.errors import BottegaError, UsageError
-from bottega.models.autoencoder.vae import load_autoencoder
+from bottega.models.autoencoder.torch import load_autoencoder
 from bottega.models.clip.torch import load_clip
 from bottega.models.decoder.config import TransformerShape
 from bottega.models.decoder.torch import Transformer

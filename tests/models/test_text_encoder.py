@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import tiny_clip
 from bottega.core.errors import CheckpointError, UsageError
-from bottega.models.dit.torch import initial_value
+from bottega.models.dit.initial import initial_value
 from bottega.models.generator.config import ConditionShape
 from bottega.models.initial import fill_parameters
 from bottega.models.text_encoder import TextEncoder, load_text_encoder, read_text_encoder_metadata

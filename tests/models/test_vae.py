@@ -16,7 +16,7 @@ from torch import Tensor
 from bottega.core.errors import CheckpointError, UsageError
 from bottega.models.autoencoder.config import AutoencoderShape, stage_widths
 from bottega.models.autoencoder.layout import export_autoencoder, read_autoencoder_shape
-from bottega.models.autoencoder.vae import Autoencoder, load_autoencoder
+from bottega.models.autoencoder.torch import Autoencoder, load_autoencoder
 from bottega.models.initial_conv import initial_convolution
 from bottega.models.pipeline.component import WEIGHTS
 

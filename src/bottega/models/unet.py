@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from bottega.core.errors import EnvironmentProblem, UsageError
 from bottega.models.folders.untrusted import attribute_errors_to
 from bottega.models.generator.config import UNetShape
+from bottega.models.generator.layout import UNET_CLASSES, find_unet_folder
 from bottega.models.initial_conv import initial_convolution
-from bottega.models.pipeline.component import read_class_name, read_config
+from bottega.models.pipeline.component import read_config
 
-UNCONDITIONAL_CLASS, CONDITIONAL_CLASS = "UNet2DModel", "UNet2DConditionModel"
+UNCONDITIONAL_CLASS, CONDITIONAL_CLASS = UNET_CLASSES
 MAX_ATTENTION_SIDE = 32
 """Largest side of a stage with attention: 32 x 32 positions have 1 million pairs, 64 x 64 have 16 million."""
 MAX_WIDTH_FACTOR = 4
@@ -114,18 +115,6 @@ def condition_vector_size(shape: UNetShape) -> int:
     """Return the size of the vector that is added to the time embedding."""
     config = build_unet_config(shape)
     return int(config.get("time_embedding_dim") or 4 * config["block_out_channels"][0])
-
-
-def find_unet_folder(folder: Path) -> Path | None:
-    """Return the folder of a diffusers UNet: `folder` itself or its `unet/`; None if neither is one."""
-    return next(
-        (
-            path
-            for path in (folder, folder / "unet")
-            if read_class_name(path) in (UNCONDITIONAL_CLASS, CONDITIONAL_CLASS)
-        ),
-        None,
-    )
 
 
 def read_unet_config(folder: Path) -> str:

@@ -14,7 +14,7 @@ import bottega
 import small_media
 from bottega.cli import main
 from bottega.core.errors import UsageError
-from bottega.models.autoencoder.vae import load_autoencoder
+from bottega.models.autoencoder.torch import load_autoencoder
 from bottega.tasks.autoencode.vae_workload import VaeWorkload
 
 SMALL: dict[str, Any] = {

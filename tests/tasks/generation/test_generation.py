@@ -20,6 +20,7 @@ from bottega.models.generator.config import ConditionShape, DiTShape, GeneratorS
 from bottega.tasks.generation.paths import NoisePath
 from bottega.tasks.generation.solvers import sample
 from bottega.tasks.generation.task import Generation
+from bottega.tasks.generation.torch import encode_condition
 
 CONDITIONS = ["none", "class", "vector", "text"]
 WORDS = 5
@@ -280,7 +281,7 @@ def test_guidance_combines_conditional_and_unconditional_predictions_linearly(ki
 
     def reference(guidance: float) -> Tensor:
         conditional, unconditional = (
-            generation._encode_condition(models, rows([0, 1, 2]), drop=drop) for drop in (~drop_all, drop_all)
+            encode_condition(generation, models, rows([0, 1, 2]), drop=drop) for drop in (~drop_all, drop_all)
         )
 
         def predict(x: Tensor, time: Tensor) -> Tensor:

@@ -20,10 +20,10 @@ from bottega.core.errors import CheckpointError, UsageError
 from bottega.core.noise import Noise
 from bottega.models.autoencoder.config import AutoencoderShape
 from bottega.models.autoencoder.layout import export_autoencoder
-from bottega.models.autoencoder.vae import Autoencoder
+from bottega.models.autoencoder.torch import Autoencoder
 from bottega.models.pipeline.component import WEIGHTS
 from bottega.tasks.generation.export import open_exported_generator
-from bottega.tasks.generation.latents import encode_moments, reconstruct
+from bottega.tasks.generation.torch_latents import decode_latents, encode_latents, encode_moments, reconstruct
 from small_run import differing_tensors, read_tensors
 
 TINY: dict[str, Any] = {
@@ -87,9 +87,9 @@ def test_latents_are_scaled_to_unit_variance(run: Any) -> None:
     x = torch.from_numpy(workload.data.training().rows(index, 0 * index)["image"])
     with saved.engine.sampling() as models:
         vae = models["vae"]
-        latents = task.latents.encode(vae, {"image": x}, "image", Noise(0, 0, torch.from_numpy(index), torch))
+        latents = encode_latents(task.latents, vae, {"image": x}, "image", Noise(0, 0, torch.from_numpy(index), torch))
         mean = encode_moments(vae, x).chunk(2, dim=-1)[0]
-        back = task.latents.decode(vae, (mean - task.latents.shift) * task.latents.scale)
+        back = decode_latents(task.latents, vae, (mean - task.latents.shift) * task.latents.scale)
         torch.testing.assert_close(back, reconstruct(vae, x), rtol=0, atol=1e-4)
     assert float(latents.square().mean()) == pytest.approx(1, abs=0.2)
 

@@ -13,7 +13,9 @@ from bottega.models.decoder.step import DecodeStep
 from bottega.models.decoder.torch import DecoderCache
 from bottega.tasks.generation import prediction
 from bottega.tasks.generation.code_decoding import CodeRequest, draw_by_graphs, draw_by_steps
+from bottega.tasks.generation.guidance import guide
 from bottega.tasks.generation.solvers import sample
+from bottega.tasks.generation.torch import encode_condition
 from bottega.tasks.language import step_graphs
 from bottega.tasks.language.gumbel import GumbelNoise
 from bottega.tasks.language.token_choice import TokenChoice
@@ -28,7 +30,7 @@ def test_joined_passes_of_guidance_equal_separate_ones(kind: str, guidance: floa
     generation = build_generation(kind)
     model = build_random_models(generation)["model"]
     batch, drop = build_conditions(5), torch.ones(5, dtype=torch.bool)
-    conditions = [generation._encode_condition({"model": model}, batch, drop=value) for value in (~drop, drop)]
+    conditions = [encode_condition(generation, {"model": model}, batch, drop=value) for value in (~drop, drop)]
     x, time = torch.randn(5, 4, 4, 1, generator=torch.Generator().manual_seed(0)), torch.full((5,), 400.0)
     batch_sizes: list[int] = []
 
@@ -38,8 +40,7 @@ def test_joined_passes_of_guidance_equal_separate_ones(kind: str, guidance: floa
 
     with torch.no_grad():
         joined, separate = (
-            prediction.guide(call_model, *conditions, guidance=guidance, joins_passes=joins)(x, time)
-            for joins in (True, False)
+            guide(call_model, *conditions, guidance=guidance, joins_passes=joins)(x, time) for joins in (True, False)
         )
     torch.testing.assert_close(joined, separate, atol=1e-5, rtol=1e-5)
     assert batch_sizes == ([10, 5, 5] if guidance in (0.5, 3.0) else [5, 5])

@@ -32,7 +32,7 @@ def draw_plainly(generation: Any, models: Any, monkeypatch: pytest.MonkeyPatch, 
     """Draw with separate passes of guidance and without graphs."""
     with monkeypatch.context() as patch:
         patch.setattr(prediction, "MIN_GRAPH_EVALUATIONS", 10**9)
-        patch.setattr("bottega.tasks.generation.task.MAX_JOINED_ROWS", 0)
+        patch.setattr("bottega.tasks.generation.torch.MAX_JOINED_ROWS", 0)
         return draw_samples(generation, models, **options)
 
 

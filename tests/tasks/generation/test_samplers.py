@@ -40,7 +40,7 @@ def exact_model(path: NoisePath) -> Predict:
 
 
 def exact_solution(path: NoisePath, start: Tensor) -> Tensor:
-    alpha, sigma = (level[0] for level in path.grid_levels(path.grid(1, "cpu")))
+    alpha, sigma = (torch.tensor(level[0]) for level in path.grid_levels(path.grid(1)))
     return MU + S * (start.double() - alpha * MU) / (alpha**2 * S**2 + sigma**2).sqrt()
 
 
@@ -58,7 +58,7 @@ def test_noise_becomes_the_data_distribution(path: NoisePath, method: Method) ->
     """Against N(mu, s^2) itself: a path that does not start at pure noise adds an error of at most alpha mu s."""
     start = Noise(0, 0, torch.arange(20_000), torch).normal("start", (1,))
     samples = sample(exact_model(path), start, path, steps=64, method=method)
-    start_error = path.grid_levels(path.grid(1, "cpu"))[0][0].item() * MU * S
+    start_error = path.grid_levels(path.grid(1))[0][0].item() * MU * S
     # The mean of 20,000 draws is within 3 S / sqrt(n), the deviation within 3 S / sqrt(2 n); Euler is off by 0.04.
     solver_error = 0.04 if method == "euler" else 0.01
     assert samples.mean().item() == pytest.approx(MU, abs=start_error + solver_error + 0.011)
@@ -97,9 +97,9 @@ def test_few_steps_do_not_overshoot() -> None:
 def test_one_step_returns_the_prediction_from_pure_noise(path: NoisePath, method: Method) -> None:
     start = torch.linspace(-2, 2, 9)[:, None]
     samples = sample(exact_model(path), start, path, steps=1, method=method)
-    times = path.grid(1, "cpu")
-    alpha, sigma = (level[0].float() for level in path.grid_levels(times))
-    time = path.model_time(times[0]).expand(9)
+    times = path.grid(1)
+    alpha, sigma = (torch.tensor(level[0], dtype=torch.float32) for level in path.grid_levels(times))
+    time = path.model_time(torch.tensor(times[0])).expand(9)
     torch.testing.assert_close(
         samples, path.split_prediction(exact_model(path)(start, time), start, alpha, sigma)[0], rtol=1e-5, atol=1e-5
     )

@@ -84,6 +84,8 @@ def test_the_pipeline_matches_our_samples(folder: Path, pipeline: Any) -> None:
     ).images
 
     class FixedNoise:
+        framework = "torch"
+
         def normal(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
             return start
 

@@ -15,10 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bottega.core.errors import UsageError
-from bottega.models.autoencoder.config import CodesShape
+from bottega.models.autoencoder.config import CodesShape, count_residual_layers
 from bottega.models.autoencoder.layout import diffusers_config
 from bottega.models.autoencoder.resnet import Decoder, Encoder, build_convolution, to_channels_first
-from bottega.models.autoencoder.vae import count_residual_layers
 from bottega.models.initial_conv import initialise_convolutional
 
 MARGIN = 1e-3

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from pydantic import ValidationError
-from safetensors.torch import save_file
 
 from bottega.core.errors import CheckpointError, UsageError
-from bottega.models.autoencoder.codes import CodeAutoencoder
 from bottega.models.autoencoder.config import CodesShape
-from bottega.models.folders.pretrained import load_weights
-from bottega.models.pipeline.component import CONFIG, read_config, to_cpu
+from bottega.models.pipeline.component import CONFIG, read_config, write_safetensors
+
+if TYPE_CHECKING:
+    from bottega.models.autoencoder.codes import CodeAutoencoder
 
 MODEL_TYPE = "bottega-codes"
 WEIGHTS = "model.safetensors"
@@ -25,7 +24,7 @@ def write_codes(model: CodeAutoencoder, folder: Path, **settings: Any) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     config = {"model_type": MODEL_TYPE, "shape": model.shape.model_dump(mode="json"), **settings}
     (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
-    save_file(to_cpu(model.state_dict()), folder / WEIGHTS, metadata={"format": "pt"})
+    write_safetensors(folder / WEIGHTS, model.state_dict())
 
 
 def read_codes_config(folder: Path) -> tuple[CodesShape, dict[str, Any]]:
@@ -43,6 +42,11 @@ def read_codes_config(folder: Path) -> tuple[CodesShape, dict[str, Any]]:
 
 def load_codes(folder: Path | str) -> CodeAutoencoder:
     """Return the model of a folder that `write_codes` wrote, in float32 on the CPU."""
+    import torch
+
+    from bottega.models.autoencoder.codes import CodeAutoencoder
+    from bottega.models.folders.pretrained import load_weights
+
     with torch.device("meta"):
         model = CodeAutoencoder(read_codes_config(Path(folder))[0])
     model.to_empty(device="cpu")

@@ -10,6 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from bottega.core.errors import UsageError
 
+LOG_VARIANCE_BOUNDS = (-30.0, 20.0)
+"""Bounds in the published models, outside of which exp leaves float32's useful range."""
 SIDE_NAMES = {1: ("length",), 2: ("height", "width"), 3: ("frames", "height", "width")}
 
 
@@ -105,6 +107,11 @@ class AutoencoderShape(BaseModel):
     def latent_shape(self, grid: Sequence[int]) -> tuple[int, ...]:
         """Return the latent sides and channels for data sides `grid`."""
         return (*self.latent_grid(grid), self.latent_channels)
+
+
+def count_residual_layers(shape: AutoencoderShape) -> int:
+    """Return the number of residual additions in the decoder, the deeper half."""
+    return len(shape.widths) * (shape.layers_per_block + 1) + 2 + int(shape.mid_attention)
 
 
 def _describe_allowed_sides(factor: int, extra: int) -> str:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from torch import Tensor
 
 from bottega.core.errors import CheckpointError, UsageError
+from bottega.core.types import Array
 from bottega.models.autoencoder.config import AutoencoderShape
 from bottega.models.pipeline.component import CONFIG, read_component, read_config, write_component
 
@@ -64,7 +64,7 @@ def diffusers_config(shape: AutoencoderShape, *, sample_size: int) -> dict[str, 
 
 
 def export_autoencoder(
-    state: Mapping[str, Tensor], shape: AutoencoderShape, folder: Path | str, *, sample_size: int = 256
+    state: Mapping[str, Array], shape: AutoencoderShape, folder: Path | str, *, sample_size: int = 256
 ) -> Path:
     """Write config.json and weights; AutoencoderKL.from_pretrained can load image autoencoders."""
     folder = Path(folder)
@@ -132,9 +132,11 @@ def _check_supported(config: Mapping[str, Any], path: Path) -> None:
             raise UsageError(f"{path}: {problem} is not supported; use an AutoencoderKL as in Stable Diffusion")
 
 
-def read_autoencoder_tensors(folder: Path | str, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def read_autoencoder_tensors(
+    folder: Path | str, expected: Mapping[str, tuple[int, ...]], *, framework: str = "torch"
+) -> dict[str, Array]:
     """Return the tensors of a folder; their names and shapes must be exactly those of `expected`."""
-    tensors = read_component(Path(folder))
+    tensors = read_component(Path(folder), framework=framework)
     missing, unexpected = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
     if missing or unexpected:
         name, verb = (missing[0], "lacks") if missing else (unexpected[0], "contains")
@@ -142,12 +144,12 @@ def read_autoencoder_tensors(folder: Path | str, expected: Mapping[str, Tensor])
             f"{folder} {verb} {name} ({len(missing)} missing, {len(unexpected)} unexpected tensors); "
             "the weights do not match config.json; download or export the model again"
         )
-    for name, tensor in expected.items():
+    for name, shape in expected.items():
         # Some early files store the attention's matrices as 1 x 1 convolutions.
-        is_1x1_conv = tensor.dim() == 2 and tensors[name].shape == (*tensor.shape, 1, 1)
-        if tensors[name].shape != tensor.shape and not is_1x1_conv:
+        is_1x1_conv = len(shape) == 2 and tuple(tensors[name].shape) == (*shape, 1, 1)
+        if tuple(tensors[name].shape) != tuple(shape) and not is_1x1_conv:
             raise CheckpointError(
-                f"{folder}: {name} has shape {list(tensors[name].shape)}, but its config.json needs {list(tensor.shape)}; "
+                f"{folder}: {name} has shape {list(tensors[name].shape)}, but its config.json needs {list(shape)}; "
                 "download or export the model again"
             )
-    return {name: tensors[name].reshape(tensor.shape) for name, tensor in expected.items()}
+    return {name: tensors[name].reshape(shape) for name, shape in expected.items()}

@@ -1,5 +1,7 @@
 """Converts class-conditional diffusion transformers to and from diffusers' DiTTransformer2DModel.
 
+The weights are tensors of torch or arrays of numpy.
+
 D hidden size   K classes   p side of a patch   C channels
 """
 
@@ -8,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from bottega.models.dit.torch import EPSILON
-from bottega.models.generator.config import DiTShape, GeneratorShape
+from bottega.core.types import Array
+from bottega.models.generator.config import EPSILON, DiTShape, GeneratorShape
 
 DIFFUSERS_CLASS = "DiTTransformer2DModel"
 NULL_CLASS = 1000
@@ -76,17 +77,18 @@ def diffusers_config(shape: DiTShape) -> dict[str, Any]:
     }
 
 
-def to_diffusers(state: Mapping[str, Tensor], shape: DiTShape) -> dict[str, Tensor]:
+def to_diffusers(state: Mapping[str, Array], shape: DiTShape) -> dict[str, Array]:
     """Return our tensors under diffusers' names.
 
     diffusers repeats the time and class embedding in every block; its table is padded with our row for no class.
     """
     table = state["condition.embedding.weight"]
-    table = torch.cat((table, table[-1:].expand(NULL_CLASS + 1 - len(table), -1)))
+    rows = np.minimum(np.arange(NULL_CLASS + 1), len(table) - 1)
+    table = table[rows]
     side, channels = shape.patch[0], shape.channels
     tensors = {theirs: state[ours] for theirs, ours in _OUTER_NAMES.items()}
-    patches = state["backbone.embed.weight"].view(-1, side, side, channels)
-    tensors[_PATCH_WEIGHT] = patches.permute(0, 3, 1, 2)
+    patches = state["backbone.embed.weight"].reshape(-1, side, side, channels)
+    tensors[_PATCH_WEIGHT] = _move_axis(patches, -1, 1)
     for i in range(shape.num_layers):
         block = f"transformer_blocks.{i}"
         tensors[f"{block}.{_CLASS_TABLE}"] = table
@@ -97,10 +99,10 @@ def to_diffusers(state: Mapping[str, Tensor], shape: DiTShape) -> dict[str, Tens
                 for theirs, ours in _BLOCK_NAMES.items()
             }
     # A copy for each name: safetensors refuses tensors that share memory.
-    return {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+    return {name: _copy(tensor) for name, tensor in tensors.items()}
 
 
-def from_diffusers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def from_diffusers(state: Mapping[str, Array]) -> dict[str, Array]:
     """Return diffusers' tensors under our names; unknown ones keep their name, so that a comparison reports them."""
     names = dict(_OUTER_NAMES)
     for name in state:
@@ -120,12 +122,23 @@ def from_diffusers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         tensors["condition.embedding.weight"] = _trim_padding(padded_table)
     patches = tensors.pop(_PATCH_WEIGHT, None)
     if patches is not None:
-        tensors["backbone.embed.weight"] = patches.permute(0, 2, 3, 1).flatten(1).contiguous()
+        tensors["backbone.embed.weight"] = _copy(_move_axis(patches, 1, -1).reshape(len(patches), -1))
     return tensors
 
 
-def _trim_padding(table: Tensor) -> Tensor:
+def _trim_padding(table: Array) -> Array:
     """Return the rows of the classes, and once the row for no class that is repeated at the end, (K + 1, D)."""
-    differing_rows = (table != table[-1]).any(1).nonzero()
-    size = int(differing_rows[-1]) + 1 if len(differing_rows) else 0
-    return torch.cat((table[:size], table[-1:]))
+    # The first row from which all are the last one.
+    size = len(table) - 1
+    while size > 0 and bool((table[size - 1] == table[-1]).all()):
+        size -= 1
+    return table[: size + 1]
+
+
+def _move_axis(x: Array, source: int, target: int) -> Array:
+    return np.moveaxis(x, source, target) if isinstance(x, np.ndarray) else x.movedim(source, target)
+
+
+def _copy(x: Array) -> Array:
+    """Return a contiguous copy."""
+    return x.copy(order="C") if isinstance(x, np.ndarray) else x.clone().contiguous()

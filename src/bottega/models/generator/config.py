@@ -11,6 +11,10 @@ from bottega.models.decoder.config import TransformerShape
 
 MAX_TOKENS = 1 << 18
 """Maximum number of patches of one sample, about a minute of large video; more is a mistake and would take days."""
+TIME_EMBEDDING_SIZE = 256
+"""Width of a diffusion transformer's sinusoidal time embedding."""
+EPSILON = 1e-6
+"""Of the norms of a diffusion transformer."""
 Condition = Literal["none", "class", "vector", "text"]
 
 
@@ -120,6 +124,16 @@ class ConditionShape(BaseModel):
     text_size: int = 0
     text_layers: int = 0
     max_tokens: int = 0
+
+    @property
+    def null_row(self) -> int:
+        """Row of the shared table that stands for no class, its last."""
+        return max(row for rows in self.shared for row in rows) + 1
+
+    @property
+    def shared_rows(self) -> list[list[int]]:
+        """For each class, and at the end for no class, the rows of the shared table."""
+        return [*map(list, self.shared), [self.null_row] * len(self.shared[0])]
 
 
 class GeneratorShape(BaseModel):

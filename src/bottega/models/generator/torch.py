@@ -12,16 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bottega.core.errors import UsageError
-from bottega.models.dit import layout
-from bottega.models.dit.torch import DiT, initial_value
+from bottega.models.dit.initial import initial_value
+from bottega.models.dit.torch import DiT
 from bottega.models.generator.config import ConditionShape, DiTShape, GeneratorShape, UNetShape
+from bottega.models.generator.layout import match_weights, read_generator
 from bottega.models.initial import fill_parameters
-from bottega.models.pipeline.component import read_class_name, read_component, read_safetensors
-
-WEIGHTS = "model.safetensors"
-"""The file of an export with the tensors that are not in a diffusers component."""
-CLASS_EMBEDDING, SHARED_EMBEDDING = "condition.embedding.weight", "condition.shared.weight"
 
 
 class Generator(nn.Module):
@@ -96,10 +91,8 @@ class ClassCondition(nn.Module):
         self.shared: nn.Embedding | None = None
         if shape.shared:
             # Computed from numbers, not from a tensor, which has no values on the meta device.
-            null_row = max(row for rows in shape.shared for row in rows) + 1
-            rows = torch.tensor([*shape.shared, [null_row] * len(shape.shared[0])])
-            self.shared = nn.Embedding(null_row + 1, shape.hidden_size)
-            self.register_buffer("rows", rows, persistent=False)
+            self.shared = nn.Embedding(shape.null_row + 1, shape.hidden_size)
+            self.register_buffer("rows", torch.tensor(shape.shared_rows), persistent=False)
 
     def forward(self, label: Tensor, drop: Tensor | None) -> Tensor:
         """Return the embedding of each label, (B, D); rows with `drop` have the embedding of no class."""
@@ -148,56 +141,12 @@ def initialise_generator(model: Generator, seed: int) -> None:
 
 
 def load_generator(model: Generator, folder: Path | str, *, require_all: bool = False) -> None:
-    """Load the weights of a run's export or of a diffusers folder.
-
-    Unless `require_all`, a folder with only a backbone is accepted, and the condition keeps its initial values.
-    """
-    loaded, state = read_generator(Path(folder)), model.state_dict()
-    if SHARED_EMBEDDING in state and SHARED_EMBEDDING not in loaded and CLASS_EMBEDDING in loaded:
-        # A layout with one table has the shared embeddings added to it.
-        loaded[SHARED_EMBEDDING] = torch.zeros_like(state[SHARED_EMBEDDING])
-    if not loaded:
-        raise UsageError(f"model.from: {folder} has no weights; use a run's export or a diffusers UNet folder")
-    has_new_condition = not require_all and not any(name.startswith("condition.") for name in loaded)
-    required = {
-        name: tensor for name, tensor in state.items() if not (has_new_condition and name.startswith("condition."))
-    }
-    unexpected = next((name for name in loaded if name not in state), None)
-    for name, tensor in required.items():
-        if name not in loaded:
-            unexpected_note = (
-                f", but contains {unexpected} {list(loaded[unexpected].shape)}" if unexpected is not None else ""
-            )
-            raise UsageError(
-                f"model.from: {folder} lacks {name} {list(tensor.shape)} of the recipe's model{unexpected_note}; "
-                "set the model's sizes as in that folder, or give another one"
-            )
-        if loaded[name].shape != tensor.shape:
-            raise UsageError(
-                f"model.from: {folder} has {name} of shape {list(loaded[name].shape)}, "
-                f"but the recipe's model needs {list(tensor.shape)}; set the model's sizes as in that folder, or give another one"
-            )
-    if unexpected is not None:
-        raise UsageError(
-            f"model.from: {folder} contains {unexpected} {list(loaded[unexpected].shape)}, which the recipe's model does "
-            "not have; set the model's sizes as in that folder, or give another one"
-        )
-    model.load_state_dict({**state, **loaded})
-
-
-def read_generator(folder: Path) -> dict[str, Tensor]:
-    """Return the tensors of a folder under our names, whichever component holds them."""
-    from bottega.models.unet import find_unet_folder
-
-    tensors: dict[str, Tensor] = {}
-    unet = find_unet_folder(folder)
-    if unet is not None:
-        tensors |= {f"backbone.unet.{name}": tensor for name, tensor in read_component(unet).items()}
-    for path in (folder, folder / "transformer"):
-        if read_class_name(path) == layout.DIFFUSERS_CLASS:
-            tensors |= layout.from_diffusers(read_component(path))
-    file = folder / WEIGHTS
-    return tensors | read_safetensors(file) if file.is_file() else tensors
+    """Load the weights of a run's export or of a diffusers folder; `match_weights` checks that they fit."""
+    state = model.state_dict()
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    model.load_state_dict(
+        {**state, **match_weights(read_generator(Path(folder)), shapes, folder, require_all=require_all)}
+    )
 
 
 def _build_condition(shape: ConditionShape) -> nn.Module | None:

@@ -40,10 +40,10 @@ class Reconstruction(Task):
 
     def specs(self) -> dict[str, ModelSpec]:
         if self.pretrained is not None:
-            architecture = "bottega.models.autoencoder.vae:build_autoencoder"
+            architecture = "bottega.models.autoencoder.torch:build_autoencoder"
             return {"model": ModelSpec(architecture, self.shape, pretrained=self.pretrained, load=None)}
-        architecture = "bottega.models.autoencoder.vae:Autoencoder"
-        initial = Initial("bottega.models.autoencoder.vae:Autoencoder.initialise")
+        architecture = "bottega.models.autoencoder.torch:Autoencoder"
+        initial = Initial("bottega.models.autoencoder.torch:Autoencoder.initialise")
         return {"model": ModelSpec(architecture, self.shape, initial=initial, is_filled=True)}
 
     def counts(self, batch: Batch) -> Mapping[str, float]:

@@ -27,11 +27,11 @@ from bottega.data.video.source import VideoRows
 from bottega.data.video.write import write_videos
 from bottega.models.autoencoder.config import AutoencoderShape, stage_widths
 from bottega.models.autoencoder.layout import export_autoencoder, read_autoencoder_shape
-from bottega.models.autoencoder.vae import Autoencoder
+from bottega.models.autoencoder.torch import Autoencoder
 from bottega.tasks.autoencode.config import AudioVaeRecipe, ImageVaeRecipe, VaeRecipe, VideoVaeRecipe
 from bottega.tasks.autoencode.vae_task import Reconstruction
 from bottega.tasks.generation.latent_space import resolve_autoencoder_folder
-from bottega.tasks.generation.latents import encode_moments, reconstruct
+from bottega.tasks.generation.torch_latents import encode_moments, reconstruct
 from bottega.tasks.media_tables import MediaProcessor, MediaTables, build_media_data
 from bottega.tasks.metadata import read_metadata
 from bottega.tasks.sampler import Sampler

@@ -5,21 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
-import torch
 
 from bottega.core.errors import BottegaError, CheckpointError
 from bottega.data.audio.mel import MelProcessor
 from bottega.data.audio.write import WRITABLE_SUFFIXES, write_audio_files
 from bottega.data.prepare.prepared import PreparedData
 from bottega.data.sources.samples import fit_mel_processor
-from bottega.models.vocoder import Vocoder, load_vocoder
 from bottega.tasks.generation.code_tokenizer import CodeTokenizer
 from bottega.tasks.generation.config import AudioRecipe
 from bottega.tasks.generation.latent_space import LatentSpace, load_mel_processor
 from bottega.tasks.generation.media import Medium
+
+if TYPE_CHECKING:
+    from bottega.models.vocoder import Vocoder
 
 VOCODER_FOLDER = "vocoder"
 # Audio samples that are computed at once: 48 s at 22 kHz. With hops of a quarter window, each of Griffin-Lim's arrays has
@@ -59,6 +60,8 @@ class AudioMedium(Medium):
     def _to_waveform(self, x: np.ndarray, device: Any) -> np.ndarray:
         if self.vocoder is None:
             return self.mel.decode(x)
+        import torch
+
         log_mel = torch.from_numpy(self.mel.scale.undo(x[..., 0])).to(device)
         return self.vocoder(log_mel)[:, : self.mel.num_samples].cpu().numpy()
 
@@ -74,7 +77,7 @@ def open_audio(
 ) -> AudioMedium:
     """Return the audio of a new run: spectrograms with the frequency band of the vocoder, and with the scale of the frozen
     autoencoder or tokenizer if there is one, else measured on the training data."""
-    vocoder = load_vocoder(recipe.model.vocoder) if recipe.model.vocoder is not None else None
+    vocoder = _load_vocoder(recipe.model.vocoder) if recipe.model.vocoder is not None else None
     frequency_band: dict[str, Any] = {}
     if vocoder is not None:
         rate, data = int(prepared.metadata["sample_rate"]), recipe.data
@@ -96,11 +99,17 @@ def reopen_audio(recipe: AudioRecipe, processor: Path) -> AudioMedium:
     return AudioMedium(recipe, mel, lambda: _load_saved_vocoder(recipe, mel, processor / VOCODER_FOLDER))
 
 
+def _load_vocoder(folder: Path | str) -> Vocoder:
+    from bottega.models.vocoder import load_vocoder  # imports torch
+
+    return load_vocoder(folder)
+
+
 def _load_saved_vocoder(recipe: AudioRecipe, processor: MelProcessor, folder: Path) -> Vocoder | None:
     if recipe.model.vocoder is None:
         return None
     try:
-        vocoder, mel = load_vocoder(folder), processor.mel
+        vocoder, mel = _load_vocoder(folder), processor.mel
         vocoder.check_spectrogram(sample_rate=mel.sample_rate, num_mels=mel.num_mels, hop_size=mel.hop_size)
     except BottegaError as error:
         raise CheckpointError(f"the vocoder of this run: {error}; copy {recipe.model.vocoder} to {folder}") from error

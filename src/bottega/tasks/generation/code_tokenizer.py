@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from pydantic import BaseModel, ConfigDict
 
@@ -18,9 +18,11 @@ from bottega.models.generator.config import CodeGeneratorShape, CodesBackbone, C
 from bottega.models.pipeline.component import CONFIG
 from bottega.tasks import dependencies
 from bottega.tasks.frozen_models import check_same_model, find_frozen_model, hash_model_folder
-from bottega.tasks.generation.code_language import CodeLanguage, FrozenCodes
 from bottega.tasks.generation.config import AudioRecipe, ImageRecipe, VideoRecipe
 from bottega.tasks.metadata import read_metadata
+
+if TYPE_CHECKING:
+    from bottega.tasks.generation.code_language import CodeLanguage
 
 METADATA_FILE, KIND = "tokenizer.json", "tokenizer"
 TRANSFORMER_FOLDER = "transformer"
@@ -90,7 +92,9 @@ class CodeTokenizer:
     def build_task(
         self, key: str, shape: CodeGeneratorShape, *, condition_dropout: float, base_folder: Path | None
     ) -> CodeLanguage:
-        """Return the task; `base_folder` is the folder of an exported generator to start from."""
+        """Return the task, which needs torch; `base_folder` is the folder of an exported generator to start from."""
+        from bottega.tasks.generation.code_language import CodeLanguage, FrozenCodes
+
         if base_folder is not None and not (base_folder / TRANSFORMER_FOLDER).is_dir():
             raise UsageError(
                 f"model.from: {base_folder} is not an exported generator over codes; give one, or remove it"

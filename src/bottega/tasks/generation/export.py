@@ -23,17 +23,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
-from safetensors.torch import save_file
 
 from bottega.core.errors import CheckpointError
 from bottega.core.types import Models
 from bottega.models.autoencoder.layout import export_autoencoder
-from bottega.models.build import build_model
 from bottega.models.dit import layout
 from bottega.models.generator.config import UNetShape
-from bottega.models.generator.torch import CLASS_EMBEDDING, WEIGHTS, Generator, load_generator
-from bottega.models.pipeline.component import CONFIG, VERSION, read_config, to_cpu, write_component
-from bottega.models.unet import UNet, build_unet_config
+from bottega.models.generator.layout import CLASS_EMBEDDING, WEIGHTS
+from bottega.models.pipeline.component import CONFIG, VERSION, read_config, write_component, write_safetensors
 from bottega.tasks.generation.paths import NoisePath as NoisePath
 from bottega.tasks.generation.task import Generation
 
@@ -65,7 +62,10 @@ def export_generator(workload: GenerationWorkload, models: Models, folder: Path)
 
 
 def open_exported_generator(folder: Path) -> tuple[Generation, dict[str, Any]]:
-    """Return the task and its models by name, read from an exported folder alone."""
+    """Return the task and its models by name, in torch, read from an exported folder alone."""
+    from bottega.models.build import build_model
+    from bottega.models.generator.torch import Generator, load_generator
+
     config = read_config(folder)
     if config.get("format") != FORMAT or config.get("version") != FORMAT_VERSION:
         raise CheckpointError(f"{folder / CONFIG} is not a {FORMAT} of version {FORMAT_VERSION}; export the run again")
@@ -132,23 +132,25 @@ def _delete_previous_export(folder: Path) -> None:
         (folder / file).unlink(missing_ok=True)
 
 
-def _write_weights(model: Generator, folder: Path) -> None:
-    other_weights, backbone = model.state_dict(), model.backbone
-    if isinstance(backbone, UNet):
+def _write_weights(model: Any, folder: Path) -> None:
+    other_weights, shape = model.state_dict(), model.shape.backbone
+    if isinstance(shape, UNetShape):
+        from bottega.models.unet import build_unet_config  # imports torch
+
         prefix = "backbone.unet."
         unet = {
             name.removeprefix(prefix): other_weights.pop(name)
             for name in list(other_weights)
             if name.startswith(prefix)
         }
-        write_component(folder / "unet", build_unet_config(backbone.shape), unet)
+        write_component(folder / "unet", build_unet_config(shape), unet)
     elif layout.is_diffusers_compatible(model.shape):
-        config = layout.diffusers_config(backbone.shape)
+        config = layout.diffusers_config(shape)
         other_weights |= {CLASS_EMBEDDING: model.condition.fold_shared()}
-        write_component(folder / "transformer", config, layout.to_diffusers(other_weights, backbone.shape))
+        write_component(folder / "transformer", config, layout.to_diffusers(other_weights, shape))
         other_weights = {}
     if other_weights:
-        save_file(to_cpu(other_weights), folder / WEIGHTS, metadata={"format": "pt"})
+        write_safetensors(folder / WEIGHTS, other_weights)
 
 
 def _write_vae(task: Generation, vae: Any, folder: Path) -> None:

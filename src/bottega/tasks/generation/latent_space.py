@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict
 
 from bottega.config.recipe import Recipe
 from bottega.core.errors import UsageError
+from bottega.core.model_spec import resolve_reference
 from bottega.data.audio.mel import MEL_FILE as MEL
 from bottega.data.audio.mel import MelProcessor
 from bottega.data.prepare.prepared import PreparedData
@@ -21,14 +22,14 @@ from bottega.data.sources.source import Source
 from bottega.data.tables.shards import Table
 from bottega.models.autoencoder.config import AutoencoderShape
 from bottega.models.autoencoder.layout import read_autoencoder_shape
-from bottega.models.build import build_model
 from bottega.models.folders.resolve import CONFIG, find_component_folder
 from bottega.tasks import dependencies
 from bottega.tasks.frozen_models import check_same_model, find_frozen_model, hash_model_folder
 from bottega.tasks.generation.config import AudioRecipe
-from bottega.tasks.generation.latents import Latents, encode_moments
+from bottega.tasks.generation.latents import Latents
 
 KIND = "autoencoder"
+OPEN_ENCODER = "bottega.tasks.generation.{framework}_latents:open_encoder"
 MEDIUM_DIMS = {"image": (2,), "audio": (1, 2), "video": (3,)}
 
 
@@ -178,22 +179,21 @@ def compute_latents(
     tables: dict[str, tuple[Any, Source]],
     *,
     key: str,
-    device: Any,
+    framework: str,
+    device: str,
     progress: Callable[[str, int, int], None],
 ) -> dict[str, Table]:
     """Return a table of latents for each table, from the cache or encoded now.
 
     `tables` maps the name of a table to (its rows, its samples as the autoencoder reads them); `shape` is that of one latent.
+    `framework` encodes, on the `device` of the recipe.
     """
-    import torch
-
-    loaded_models: list[Any] = []
+    opened: list[Callable[[np.ndarray], np.ndarray]] = []
 
     def encode(values: np.ndarray) -> np.ndarray:
-        if not loaded_models:  # cached latents need no autoencoder
-            # The spec loads the autoencoder's weights, so the seed has no effect.
-            loaded_models.append(build_model(metadata.build_latents().spec(), seed=0).to(device).eval())
-        return encode_moments(loaded_models[0], torch.from_numpy(values).to(device)).cpu().numpy()
+        if not opened:  # cached latents need no autoencoder
+            opened.append(resolve_reference(OPEN_ENCODER, framework)(metadata.build_latents(), device))
+        return opened[0](values)
 
     for rows, _ in tables.values():
         latent_cache.check_deterministic(rows)

@@ -1,6 +1,7 @@
 """Paths between data and noise: noise levels, prediction targets and training times.
 
-Tasks hold a `NoisePath` and exports store it; what differs between objectives is in objectives/, one file each.
+Tasks hold a `NoisePath` and exports store it; what differs between objectives is in objectives/, one file each. Arrays are
+those of numpy, torch or JAX.
 """
 
 from __future__ import annotations
@@ -8,11 +9,11 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-import torch
+import numpy as np
 from pydantic import BaseModel, ConfigDict
-from torch import Tensor
 
 from bottega.core.noise import Noise
+from bottega.core.types import Array
 from bottega.tasks.generation.objectives import ObjectiveName, find_objective
 from bottega.tasks.generation.objectives.base import Objective, Times
 from bottega.tasks.generation.schedules import Schedule, betas
@@ -38,31 +39,31 @@ class NoisePath(BaseModel):
     def _objective(self) -> Objective:
         return _build_objective(self.objective, self.times, self.schedule, self.min_snr, self.shift)
 
-    def draw_times(self, rng: Noise) -> Tensor:
+    def draw_times(self, rng: Noise) -> Array:
         """Return training times (batch,) in (0, 1)."""
         return self._objective.draw_times(rng)
 
-    def levels(self, t: Tensor) -> tuple[Tensor, Tensor]:
+    def levels(self, t: Array) -> tuple[Array, Array]:
         """Return alpha and sigma in the shape of t."""
         return self._objective.levels(t)
 
-    def model_time(self, t: Tensor) -> Tensor:
+    def model_time(self, t: Array) -> Array:
         """Return t as the model's time input, on a scale from 0 to 1,000."""
         return self._objective.model_time(t)
 
-    def target(self, clean: Tensor, noise: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
+    def target(self, clean: Array, noise: Array, alpha: Array, sigma: Array) -> Array:
         """Return the prediction target; alpha and sigma broadcast against a sample."""
         return self._objective.target(clean, noise, alpha, sigma)
 
-    def split_prediction(self, predicted: Tensor, x: Tensor, alpha: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
+    def split_prediction(self, predicted: Array, x: Array, alpha: Array, sigma: Array) -> tuple[Array, Array]:
         """Return the (clean, noise) that a prediction for the noisy sample x implies."""
         return self._objective.split_prediction(predicted, x, alpha, sigma)
 
-    def weight(self, alpha: Tensor, sigma: Tensor) -> Tensor | None:
+    def weight(self, alpha: Array, sigma: Array) -> Array | None:
         """Return the loss weight of each sample (batch,), or None if all weights are 1."""
         return self._objective.weight(alpha, sigma)
 
-    def error(self, predicted: Tensor, clean: Tensor, noise: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
+    def error(self, predicted: Array, clean: Array, noise: Array, alpha: Array, sigma: Array) -> Array:
         """Return the weighted mean squared error of each sample (batch,)."""
         return self._objective.error(predicted, clean, noise, alpha, sigma)
 
@@ -71,15 +72,15 @@ class NoisePath(BaseModel):
         """Largest number of sampler steps, beyond which two would fall on the same time; None: no limit."""
         return self._objective.max_steps
 
-    def grid(self, steps: int, device: torch.device | str) -> Tensor:
-        """Return the times of a sampler from noise to data, (steps + 1,)."""
-        return self._objective.grid(steps, device)
+    def grid(self, steps: int) -> np.ndarray:
+        """Return the times of a sampler from noise to data, float64 (steps + 1,)."""
+        return self._objective.grid(steps)
 
-    def grid_levels(self, t: Tensor) -> tuple[Tensor, Tensor]:
+    def grid_levels(self, t: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return alpha and sigma along a grid of times; sigma is 0 at its end."""
         return self._objective.grid_levels(t)
 
-    def betas(self) -> Tensor:
+    def betas(self) -> np.ndarray:
         """Return the betas of the schedule, float64 (NUM_TRAIN_TIMESTEPS,)."""
         return betas(self.schedule)
 

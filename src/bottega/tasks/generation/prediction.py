@@ -1,8 +1,8 @@
-"""The model's prediction in a sampler: both passes of guidance in one batch, and on a GPU one CUDA graph per evaluation."""
+"""The model's prediction in a sampler of torch: weights in the dtype of autocast, and on a GPU one CUDA graph per evaluation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,40 +14,8 @@ from bottega.models.dit.torch import DiT
 from bottega.models.generator.torch import Generator
 from bottega.tasks.generation.solvers import Predict
 
-MAX_JOINED_ROWS = 64
-"""Largest batch whose two passes of guidance are joined on a GPU. A larger batch fills a device by itself, and twice as many rows would
-take twice the memory."""
 MIN_GRAPH_EVALUATIONS = 4
 """Evaluations of the model from which they are captured; a capture takes the host as long as one."""
-
-
-def guide(
-    model: Callable[..., Tensor],
-    condition: Mapping[str, Tensor],
-    dropped: Mapping[str, Tensor],
-    *,
-    guidance: float,
-    joins_passes: bool,
-) -> Predict:
-    """Return the prediction under `condition`, extrapolated from that under the `dropped` one (classifier-free guidance).
-
-    Guidance 1 is the conditional model, 0 the unconditional one, which need one pass only. `joins_passes` computes both
-    passes in one batch, which is equal up to rounding.
-    """
-    if guidance in (0, 1):
-        chosen = condition if guidance == 1 else dropped
-        return lambda x, time: model(x, time, **chosen)
-    joined = {name: torch.cat((value, dropped[name])) for name, value in condition.items()} if joins_passes else {}
-
-    def predict(x: Tensor, time: Tensor) -> Tensor:
-        if joins_passes:
-            both = model(torch.cat((x, x)), torch.cat((time, time)), **joined).float()
-            conditional, unconditional = both.chunk(2)
-        else:
-            conditional, unconditional = (model(x, time, **part).float() for part in (condition, dropped))
-        return unconditional + guidance * (conditional - unconditional)
-
-    return predict
 
 
 def use_cast_weights(model: Any) -> Callable[..., Tensor]:

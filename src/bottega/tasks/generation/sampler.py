@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any, final
 
 import numpy as np
-import torch
 
-from bottega.core.noise import Noise
+from bottega.core.model_spec import resolve_reference
 from bottega.core.types import Batch, Models
 from bottega.data.output_files import explain_write_errors, is_folder, replace_previous_files, require_suffix
-from bottega.models.device import uses_bfloat16
+from bottega.models.framework import find_framework
 from bottega.tasks.generation.media import Medium
 from bottega.tasks.generation.metadata import GeneratorMetadata
 from bottega.tasks.generation.requests import RequestEncoder, select_supported_flags
@@ -26,6 +25,7 @@ from bottega.tasks.generation.text_condition import TextCondition
 from bottega.tasks.sampler import Sampler
 
 Progress = Callable[[str, int, int], None]
+DRAW_ROWS = "bottega.tasks.generation.{framework}:draw_rows"
 
 
 def _ignore_progress(stage: str, done: int, total: int) -> None:
@@ -98,26 +98,32 @@ class GenerationSampler(Sampler):
         progress: Progress = _ignore_progress,
         **options: Any,
     ) -> np.ndarray:
-        """Return the model's values, one sample for each row; a sample depends on its number and the seed alone."""
+        """Return the model's values, one sample for each row; a sample depends on its number and the seed alone.
+
+        `device` is one of the framework of the models.
+        """
         options = resolve_sampling_options(self.recipe, self.task, options)
+        draw_rows = resolve_reference(DRAW_ROWS, find_framework(models["model"]))
         total, samples = int(rows["number"].shape[0]), []
         for start in range(0, total, batch_size):
-            chunk = {
-                name: torch.from_numpy(np.ascontiguousarray(value[start : start + batch_size])).to(device)
-                for name, value in rows.items()
-            }
-            rng = Noise(seed, 0, chunk.pop("number"), torch)
+            chunk = {name: value[start : start + batch_size] for name, value in rows.items()}
 
             def report(done: int, num_steps: int, num_previous: int = start, size: int = batch_size) -> None:
                 progress(
                     "samples", num_previous * num_steps + done * min(size, total - num_previous), total * num_steps
                 )
 
-            # In bfloat16 if the run was trained in it, which takes half the time on a GPU. Not float16, which could overflow.
-            is_bfloat16 = uses_bfloat16(device, self.recipe.training.mixed_precision)
-            with torch.autocast("cuda", torch.bfloat16, enabled=is_bfloat16):
-                x = self.task.draw(models, chunk, rng, **options, progress=report)
-            samples.append(x.float().cpu().numpy())
+            values = draw_rows(
+                self.task,
+                models,
+                chunk,
+                seed=seed,
+                device=device,
+                precision=self.recipe.training.mixed_precision,
+                progress=report,
+                **options,
+            )
+            samples.append(values)
         return require_finite(np.concatenate(samples))
 
     def encode_request(self, request: dict[str, Any], count: int | None) -> dict[str, np.ndarray]:

@@ -10,7 +10,6 @@ from pydantic import ValidationError
 from bottega.config.error_messages import format_shape_error
 from bottega.core.errors import UsageError
 from bottega.models.generator.config import CodeGeneratorShape, ConditionShape, DiTShape, GeneratorShape, UNetShape
-from bottega.models.unet import condition_vector_size, resolve_unet_shape
 from bottega.tasks.generation.code_tokenizer import CodeTokenizer
 from bottega.tasks.generation.metadata import GeneratorMetadata
 from bottega.tasks.generation.paths import NoisePath
@@ -49,6 +48,8 @@ def build_shape(
         common["context_size"] = condition.text_size
     try:
         if model.backbone == "unet":
+            from bottega.models.unet import condition_vector_size, resolve_unet_shape  # imports torch
+
             if model.dropout:
                 raise UsageError(f"model.dropout: {model.dropout:g} has no effect: a unet has no dropout; remove it")
             has_vector = model.condition in ("class", "vector")

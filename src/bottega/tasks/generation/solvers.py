@@ -1,99 +1,130 @@
 """ODE solvers for sampling: Euler (which is DDIM on variance-preserving paths), Heun and DPM-Solver++(2M).
 
-All integrate dx = clean d(alpha) + noise d(sigma), with clean and noise as the model's prediction implies them.
+All integrate dx = clean d(alpha) + noise d(sigma), with clean and noise as the model's prediction implies them. The factors of
+each step are computed on the host; the steps are arithmetic alone, the same in torch and JAX.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, NamedTuple
 
-import torch
-from torch import Tensor
-
+from bottega.core.types import Array
+from bottega.tasks.generation.arrays import as_float32, fill_rows
 from bottega.tasks.generation.paths import NoisePath
 
 Method = Literal["euler", "heun", "dpm"]
-Predict = Callable[[Tensor, Tensor], Tensor]
+Predict = Callable[[Array, Array], Array]
 """(x (batch, ...), model times (batch,)) -> the model's prediction."""
+
+
+class Level(NamedTuple):
+    """A time of the grid as the model's input, with alpha and sigma."""
+
+    time: float
+    alpha: float
+    sigma: float
+
+
+class Step(NamedTuple):
+    """Where a step evaluates the model, and the factors of its update."""
+
+    level: Level
+    next_level: Level
+    """The end of the step, where Heun evaluates the model again."""
+    alpha_change: float
+    sigma_change: float
+    decay: float = 0.0
+    """dpm: factor of the sample; `gain` is the factor of the clean sample."""
+    gain: float = 0.0
+    extrapolation: float = math.inf
+    """dpm: divisor of the change of the clean sample since the step before; infinite without extrapolation."""
+
+
+Split = Callable[[Array, Level], tuple[Array, Array]]
+"""(x, level) -> the (clean, noise) that the model's prediction implies."""
 
 
 def sample(
     predict: Predict,
-    start: Tensor,
+    start: Array,
     path: NoisePath,
     *,
     steps: int,
     method: Method = "heun",
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Tensor:
+) -> Array:
     """Return samples for the noise `start`; rows are independent, so a sample does not depend on its batch."""
-    times = path.grid(steps, start.device)
-    alphas, sigmas = (level.tolist() for level in path.grid_levels(times))
-    x, previous = start.float(), None
-
-    def split(x: Tensor, i: int) -> tuple[Tensor, Tensor]:
-        model_time = path.model_time(times[i].float()).expand(len(x))
-        return path.split_prediction(
-            predict(x, model_time).float(), x, torch.tensor(alphas[i]), torch.tensor(sigmas[i])
-        )
-
-    for i in range(steps):
-        alpha, next_alpha, sigma, next_sigma = alphas[i], alphas[i + 1], sigmas[i], sigmas[i + 1]
-        clean, noise = split(x, i)
-        if method == "dpm":
-            x, previous = (
-                _take_dpm_step(x, clean, previous, (alpha, next_alpha), (sigma, next_sigma)),
-                (clean, _compute_log_ratio(alpha, sigma)),
-            )
-        else:
-            next_x = x + (next_alpha - alpha) * clean + (next_sigma - sigma) * noise
-            # At the end sigma is 0 and the noise is undefined, so the last step is an Euler step.
-            if method == "heun" and i + 1 < steps:
-                clean_ahead, noise_ahead = split(next_x, i + 1)
-                next_x = (
-                    x
-                    + (next_alpha - alpha) * (clean + clean_ahead) / 2
-                    + (next_sigma - sigma) * (noise + noise_ahead) / 2
-                )
-            x = next_x
-        progress(i + 1, steps)
+    split = build_split(predict, path)
+    x = previous = as_float32(start)
+    for number, (step_method, step) in enumerate(plan_steps(path, steps=steps, method=method), start=1):
+        x, previous = take_step(split, x, previous, step, method=step_method)
+        progress(number, steps)
     return x
 
 
-def _take_dpm_step(
-    x: Tensor,
-    clean: Tensor,
-    previous: tuple[Tensor, float] | None,
-    alphas: tuple[float, float],
-    sigmas: tuple[float, float],
-) -> Tensor:
-    """Take one step of DPM-Solver++(2M) (Lu et al., 2022); it is first-order where log(alpha / sigma) is not finite.
+def build_split(predict: Predict, path: NoisePath) -> Split:
+    """Return the function from a noisy sample and its level to (clean, noise)."""
 
-    `previous` holds the clean sample and log(alpha / sigma) of the previous step; `alphas` and `sigmas` are (current, next).
-    """
-    current_log_ratio, next_log_ratio = (
-        _compute_log_ratio(alphas[0], sigmas[0]),
-        _compute_log_ratio(alphas[1], sigmas[1]),
+    def split(x: Array, level: Level) -> tuple[Array, Array]:
+        predicted = as_float32(predict(x, fill_rows(level.time, x)))
+        return path.split_prediction(predicted, x, level.alpha, level.sigma)
+
+    return split
+
+
+def plan_steps(path: NoisePath, *, steps: int, method: Method) -> list[tuple[Method, Step]]:
+    """Return the method and the factors of each step."""
+    times = path.grid(steps)
+    model_times = path.model_time(as_float32(times)).tolist()
+    alphas, sigmas = (level.tolist() for level in path.grid_levels(times))
+    levels = [Level(*values) for values in zip(model_times, alphas, sigmas, strict=True)]
+    plan: list[tuple[Method, Step]] = []
+    for i, (level, next_level) in enumerate(itertools.pairwise(levels)):
+        step = Step(level, next_level, next_level.alpha - level.alpha, next_level.sigma - level.sigma)
+        if method == "dpm":
+            step = _add_dpm_factors(step, levels[i - 1] if i else None)
+        # At the end sigma is 0 and the noise is undefined, so the last step of Heun is an Euler step.
+        is_last_heun = method == "heun" and i + 1 == steps
+        plan.append(("euler" if is_last_heun else method, step))
+    return plan
+
+
+def take_step(split: Split, x: Array, previous: Array, step: Step, *, method: Method) -> tuple[Array, Array]:
+    """Return the sample after a step, and the clean sample predicted before it, which is `previous` in the next step."""
+    clean, noise = split(x, step.level)
+    if method == "dpm":
+        extrapolated = clean + (clean - previous) / step.extrapolation
+        return step.decay * x + step.gain * extrapolated, clean
+    next_x = x + step.alpha_change * clean + step.sigma_change * noise
+    if method == "heun":
+        clean_ahead, noise_ahead = split(next_x, step.next_level)
+        next_x = x + step.alpha_change * (clean + clean_ahead) / 2 + step.sigma_change * (noise + noise_ahead) / 2
+    return next_x, clean
+
+
+def _add_dpm_factors(step: Step, previous_level: Level | None) -> Step:
+    """Return a step of DPM-Solver++(2M) (Lu et al., 2022); it is first-order where log(alpha / sigma) is not finite."""
+    log_ratio, next_log_ratio = _compute_log_ratio(step.level), _compute_log_ratio(step.next_level)
+    step_size, extrapolation = next_log_ratio - log_ratio, math.inf
+    if previous_level is not None:
+        previous_log_ratio = _compute_log_ratio(previous_level)
+        if all(map(math.isfinite, (log_ratio, next_log_ratio, previous_log_ratio))):
+            # Near the data the log-SNR grows faster with every step while `clean` hardly changes: extrapolation by the ratio
+            # of the step sizes, as published, overshot by 0.36 in 8 steps; with a ratio of at least 1, the error is 0.04.
+            extrapolation = 2 * max(1.0, (log_ratio - previous_log_ratio) / step_size)
+    remainder = math.exp(-step_size) if math.isfinite(step_size) else 0.0
+    return step._replace(
+        decay=step.next_level.sigma / step.level.sigma,
+        gain=step.next_level.alpha * (1 - remainder),
+        extrapolation=extrapolation,
     )
-    step_size = next_log_ratio - current_log_ratio
-    extrapolated = clean
-    if previous is not None and all(map(_is_finite, (current_log_ratio, next_log_ratio, previous[1]))):
-        # Near the data the log-SNR grows faster with every step while `clean` hardly changes: extrapolation by the ratio of
-        # the step sizes, as published, overshot by 0.36 in 8 steps; with a ratio of at least 1, the error is 0.04.
-        ratio = max(1.0, (current_log_ratio - previous[1]) / step_size)
-        extrapolated = clean + (clean - previous[0]) / (2 * ratio)
-    if sigmas[1] == 0:
-        return extrapolated
-    decay = 0.0 if not _is_finite(step_size) else float(torch.exp(torch.tensor(-step_size, dtype=torch.float64)))
-    return sigmas[1] / sigmas[0] * x + alphas[1] * (1 - decay) * extrapolated
 
 
-def _compute_log_ratio(alpha: float, sigma: float) -> float:
-    if alpha <= 0:
-        return -torch.inf
-    return torch.inf if sigma <= 0 else float(torch.log(torch.tensor(alpha / sigma, dtype=torch.float64)))
-
-
-def _is_finite(value: float) -> bool:
-    return value not in (torch.inf, -torch.inf)
+def _compute_log_ratio(level: Level) -> float:
+    """Return log(alpha / sigma), infinite at either end of a path."""
+    if level.alpha <= 0:
+        return -math.inf
+    return math.inf if level.sigma <= 0 else math.log(level.alpha / level.sigma)

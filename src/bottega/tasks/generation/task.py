@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from bottega.core.model_spec import Initial, ModelSpec
+from bottega.core.model_spec import Initial, ModelSpec, resolve_reference
 from bottega.core.noise import Noise
 from bottega.core.task import Task
-from bottega.core.types import Batch, Loss, Models
+from bottega.core.types import Array, Batch, Loss, Models
 from bottega.models.generator.config import GeneratorShape, UNetShape
-from bottega.tasks.generation import solvers
 from bottega.tasks.generation.latents import PRECOMPUTED, Latents
 from bottega.tasks.generation.paths import NoisePath
-from bottega.tasks.generation.prediction import (
-    MAX_JOINED_ROWS,
-    captured_prediction,
-    count_evaluations,
-    guide,
-    use_cast_weights,
-)
+from bottega.tasks.generation.solvers import Method
 from bottega.tasks.generation.text import FrozenText
+
+LOSS = "bottega.tasks.generation.{framework}:compute_loss"
+DRAW = "bottega.tasks.generation.{framework}:draw_samples"
 
 
 class Generation(Task):
@@ -70,7 +63,7 @@ class Generation(Task):
     def new_modules(self) -> tuple[str, ...]:
         """Return the names of modules that start untrained: last layers, which start at zero, and a condition that the
         pretrained weights lack."""
-        from bottega.models.generator.torch import read_generator
+        from bottega.models.generator.layout import read_generator
 
         if self.pretrained is None:
             is_unet = isinstance(self.shape.backbone, UNetShape)
@@ -84,17 +77,13 @@ class Generation(Task):
             return {"loss": float((np.asarray(batch["weight"]) > 0).sum())}
         return {"loss": float(len(batch[PRECOMPUTED if PRECOMPUTED in batch else self.key]))}
 
+    @property
+    def noise_names(self) -> tuple[str, ...]:
+        return ("noise", "time", "drop", *(("latent",) if self.latents is not None else ()))
+
     def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
-        clean = self._encode_clean(models, batch, rng)
-        noise = rng.normal("noise", tuple(clean.shape[1:]))
-        t = self.path.draw_times(rng)
-        alpha, sigma = (_broadcast(level.float(), clean) for level in self.path.levels(t))
-        condition = self._encode_condition(models, batch, drop=rng.uniform("drop") < self.condition_dropout)
-        predicted = models["model"](alpha * clean + sigma * noise, self.path.model_time(t), **condition)
-        error = self.path.error(predicted, clean, noise, alpha, sigma)
-        if "weight" in batch:
-            error = error * (batch["weight"] > 0)
-        return Loss(terms={"loss": (error.sum(), 1.0)})
+        loss: Loss = resolve_reference(LOSS, rng.framework)(self, models, batch, rng)
+        return loss
 
     def draw(
         self,
@@ -103,55 +92,15 @@ class Generation(Task):
         rng: Noise,
         *,
         steps: int,
-        method: solvers.Method = "heun",
+        method: Method = "heun",
         guidance: float = 1.0,
         progress: Callable[[int, int], None] = lambda done, total: None,
-    ) -> Tensor:
-        """Return one sample for each row of conditions; guidance 1 is the conditional model, 0 the unconditional one."""
-        start = rng.normal("start", self.shape.sample)
-        drop_all = torch.ones(len(start), dtype=torch.bool, device=start.device)
-        with_condition = self._encode_condition(models, batch, drop=~drop_all)
+    ) -> Array:
+        """Return one sample for each row of conditions; guidance 1 is the conditional model, 0 the unconditional one.
+
+        The initial noise is the draw `start` of `rng`.
+        """
         if self.shape.condition.kind == "none":
             guidance = 1.0
-        dropped = with_condition if guidance == 1 else self._encode_condition(models, batch, drop=drop_all)
-        joins_passes = start.is_cuda and len(start) <= MAX_JOINED_ROWS
-        model = use_cast_weights(models["model"])
-        predict = guide(model, with_condition, dropped, guidance=guidance, joins_passes=joins_passes)
-        num_evaluations = count_evaluations(method, steps)
-        with captured_prediction(predict, start, num_evaluations=num_evaluations) as captured:
-            x = solvers.sample(captured, start, self.path, steps=steps, method=method, progress=progress)
-        return x if self.latents is None else self.latents.decode(models["vae"], x)
-
-    def _encode_clean(self, models: Models, batch: Batch, rng: Noise) -> Tensor:
-        if self.latents is None:
-            # Audio with one axis is generated as frames with all bands as channels; the data has bands and one channel.
-            return batch[self.key].reshape(-1, *self.shape.sample)
-        return self.latents.encode(models["vae"], batch, self.key, rng)
-
-    def _encode_condition(self, models: Models, batch: Batch, *, drop: Tensor) -> dict[str, Tensor]:
-        kind = self.shape.condition.kind
-        if kind == "none":
-            return {}
-        if kind != "text":
-            return {
-                "label" if kind == "class" else "vector": batch["label" if kind == "class" else "condition"],
-                "drop": drop,
-            }
-        ids, mask = batch["input_ids"].long(), batch["attention_mask"] > 0
-        empty = _copy_tokens(self.empty_text, ids.device)
-        is_text = torch.arange(len(empty), device=ids.device) < self.empty_length
-        ids, mask = torch.where(drop[:, None], empty, ids), torch.where(drop[:, None], is_text, mask)
-        if self.text is None:
-            return {"input_ids": ids, "mask": mask}
-        return self.text.encode(models["text_encoder"], ids, mask)
-
-
-def _broadcast(level: Tensor, x: Tensor) -> Tensor:
-    """Reshape (batch,) to broadcast against (batch, ...)."""
-    return level.view(-1, *(1,) * (x.ndim - 1))
-
-
-@lru_cache(maxsize=16)
-def _copy_tokens(tokens: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return tokens as a tensor, cached for each device: a copy would make the host wait."""
-    return torch.tensor(tokens, device=device)
+        draw_samples = resolve_reference(DRAW, rng.framework)
+        return draw_samples(self, models, batch, rng, steps=steps, method=method, guidance=guidance, progress=progress)

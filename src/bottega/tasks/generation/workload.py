@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, final
 
 import numpy as np
-import torch
 
 from bottega.config.recipe import Recipe
 from bottega.core.errors import DataError, UsageError
+from bottega.core.model_spec import resolve_reference
 from bottega.core.types import Models
 from bottega.data.prepare.media import prepare_media
 from bottega.data.prepare.prepared import PreparedData
@@ -21,14 +21,13 @@ from bottega.data.sources.source import Source
 from bottega.data.tables.classes import Classes
 from bottega.data.tables.shards import Table
 from bottega.data.text.captions import CaptionRows
-from bottega.models.device import choose_device
+from bottega.models.framework import find_framework
 from bottega.tasks.base_model import find_base_folder
 from bottega.tasks.frozen_models import collect_frozen_hashes
 from bottega.tasks.generation.audio import VOCODER_FOLDER, AudioMedium, open_audio, reopen_audio
 from bottega.tasks.generation.code_tokenizer import CodeTokenizer, reopen_code_tokenizer, resolve_code_tokenizer
 from bottega.tasks.generation.config import AudioRecipe, ImageRecipe, VideoRecipe
 from bottega.tasks.generation.latent_space import LatentSpace, compute_latents, open_latent_space
-from bottega.tasks.generation.latents import reconstruct
 from bottega.tasks.generation.media import ImageMedium, Medium, VideoMedium, read_fps
 from bottega.tasks.generation.metadata import METADATA_FILE, GeneratorMetadata, read_generator_metadata
 from bottega.tasks.generation.sampler import GenerationSampler
@@ -41,6 +40,7 @@ from bottega.tasks.workload import Workload
 
 GeneratorRecipe = ImageRecipe | AudioRecipe | VideoRecipe
 Progress = Callable[[str, int, int], None]
+ROUND_TRIP = "bottega.tasks.generation.{framework}:round_trip"
 
 
 def open_workload(recipe: Recipe, *, progress: Progress) -> GenerationWorkload:
@@ -183,12 +183,8 @@ class GenerationWorkload(Workload):
         if self.metadata.latents is None:
             values = values.reshape(-1, *self.metadata.shape.sample)
         if self.task.latents is not None:
-            x = torch.from_numpy(values).to(device)
-            if self.code_tokenizer is None:
-                x = reconstruct(models["vae"], x)
-            else:
-                x = self.task.latents.round_trip(models["tokenizer"], x)
-            values = x.cpu().numpy()
+            encode_and_decode = resolve_reference(ROUND_TRIP, find_framework(models["model"]))
+            values = encode_and_decode(self.task, models, values, device=device)
         return self.medium.from_values(values, device=device)
 
     def _read_saved_metadata(self, folder: Path) -> GeneratorMetadata:
@@ -219,10 +215,13 @@ class GenerationWorkload(Workload):
         return not needs_vocoder or (folder / VOCODER_FOLDER).is_dir()
 
     def export(self, models: Models, folder: Path) -> dict[str, Any]:
-        from bottega.tasks.generation.export import export_generator
-        from bottega.tasks.generation.export_codes import export_code_generator
+        if self.code_tokenizer is None:
+            from bottega.tasks.generation.export import export_generator
 
-        return (export_generator if self.code_tokenizer is None else export_code_generator)(self, models, folder)
+            return export_generator(self, models, folder)
+        from bottega.tasks.generation.export_codes import export_code_generator  # imports torch
+
+        return export_code_generator(self, models, folder)
 
 
 def _check_recipe(recipe: Recipe) -> GeneratorRecipe:
@@ -343,6 +342,7 @@ def _cache_latents(
         metadata.shape.sample,
         samples,
         key=medium.key,
-        device=choose_device(recipe.device),
+        framework=recipe.engine,
+        device=recipe.device,
         progress=progress,
     )

@@ -1,6 +1,7 @@
 """Base classes of objectives: noise levels over time, the prediction target, and the times of a sampler.
 
-At time t a sample is alpha(t) * clean + sigma(t) * noise; t = 0 is data, t = 1 noise.
+At time t a sample is alpha(t) * clean + sigma(t) * noise; t = 0 is data, t = 1 noise. The formulas are the same on arrays of
+numpy, torch and JAX.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from bottega.core.noise import Noise
-from bottega.tasks.generation.schedules import DIFFUSERS_SCHEDULES, NUM_TRAIN_TIMESTEPS, Schedule, alpha_bar, betas
+from bottega.core.types import Array
+from bottega.tasks.generation.arrays import as_float32, get_namespace
+from bottega.tasks.generation.schedules import DIFFUSERS_SCHEDULES, NUM_TRAIN_TIMESTEPS, Schedule, betas, get_levels
 
 Times = Literal["logit_normal", "uniform"]
 
@@ -34,45 +36,48 @@ class Objective(ABC):
     """Whether the latent pipelines of diffusers can sample it: they need a scheduler with scale_model_input."""
 
     @abstractmethod
-    def draw_times(self, rng: Noise) -> Tensor:
+    def draw_times(self, rng: Noise) -> Array:
         """Return training times (batch,) in (0, 1)."""
 
     @abstractmethod
-    def levels(self, t: Tensor) -> tuple[Tensor, Tensor]:
+    def levels(self, t: Array) -> tuple[Array, Array]:
         """Return alpha and sigma in the shape of t."""
 
     @abstractmethod
-    def model_time(self, t: Tensor) -> Tensor:
+    def model_time(self, t: Array) -> Array:
         """Return t as the model's time input, on a scale from 0 to 1,000."""
 
     @abstractmethod
-    def target(self, clean: Tensor, noise: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
+    def target(self, clean: Array, noise: Array, alpha: Array, sigma: Array) -> Array:
         """Return the prediction target; alpha and sigma broadcast against a sample."""
 
     @abstractmethod
-    def split_prediction(self, predicted: Tensor, x: Tensor, alpha: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
+    def split_prediction(self, predicted: Array, x: Array, alpha: Array, sigma: Array) -> tuple[Array, Array]:
         """Return the (clean, noise) that a prediction for the noisy sample x implies."""
 
     @abstractmethod
-    def grid(self, steps: int, device: torch.device | str) -> Tensor:
-        """Return the times of a sampler from noise to data, (steps + 1,)."""
+    def grid(self, steps: int) -> np.ndarray:
+        """Return the times of a sampler from noise to data, float64 (steps + 1,)."""
 
     @abstractmethod
     def scheduler(self, pipeline: str | None) -> tuple[str, dict[str, Any]]:
         """Return (class, configuration) of the diffusers scheduler with the same path, as `pipeline` needs it."""
 
-    def grid_levels(self, t: Tensor) -> tuple[Tensor, Tensor]:
+    def grid_levels(self, t: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return alpha and sigma along a grid of times; sigma is 0 at its end."""
         return self.levels(t)
 
-    def weight(self, alpha: Tensor, sigma: Tensor) -> Tensor | None:
+    def weight(self, alpha: Array, sigma: Array) -> Array | None:
         """Return the loss weight of each sample (batch,), or None if all weights are 1."""
         return None
 
-    def error(self, predicted: Tensor, clean: Tensor, noise: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
+    def error(self, predicted: Array, clean: Array, noise: Array, alpha: Array, sigma: Array) -> Array:
         """Return the weighted mean squared error of each sample (batch,)."""
-        errors = (predicted.float() - self.target(clean, noise, alpha, sigma)).square().flatten(1).mean(1)
-        weight = self.weight(alpha.flatten(), sigma.flatten())
+        xp = get_namespace(noise)
+        # The target is float32, and so is the difference, whatever the prediction is.
+        squares = xp.square(predicted - self.target(clean, noise, alpha, sigma))
+        errors = squares.reshape(len(squares), -1).mean(1)
+        weight = self.weight(alpha.reshape(-1), sigma.reshape(-1))
         return errors if weight is None else errors * weight
 
     @property
@@ -89,23 +94,25 @@ class VariancePreserving(Objective):
     prediction_type: ClassVar[str]
     """Name of the target in diffusers."""
 
-    def draw_times(self, rng: Noise) -> Tensor:
+    def draw_times(self, rng: Noise) -> Array:
         """Return uniformly drawn steps as times."""
-        return torch.floor(rng.uniform("time") * NUM_TRAIN_TIMESTEPS) / NUM_TRAIN_TIMESTEPS
+        return rng.xp.floor(rng.uniform("time") * NUM_TRAIN_TIMESTEPS) / NUM_TRAIN_TIMESTEPS
 
-    def levels(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        signal = alpha_bar(self.schedule, t.device)[_to_step(t)]
-        return signal.sqrt(), (1 - signal).sqrt()
+    def levels(self, t: Array) -> tuple[Array, Array]:
+        xp = get_namespace(t)
+        steps = xp.asarray(_round_to_step(t), dtype=xp.int32)
+        alphas, sigmas = get_levels(self.schedule, t)
+        return alphas[steps], sigmas[steps]
 
-    def model_time(self, t: Tensor) -> Tensor:
-        return _to_step(t).float()
+    def model_time(self, t: Array) -> Array:
+        return as_float32(_round_to_step(t))
 
-    def weight(self, alpha: Tensor, sigma: Tensor) -> Tensor | None:
+    def weight(self, alpha: Array, sigma: Array) -> Array | None:
         """Return the Min-SNR weight (Hang et al., 2023), which limits the weight of nearly clean samples."""
-        return None if self.min_snr is None else self.min_snr_weight(alpha.square() / sigma.square(), self.min_snr)
+        return None if self.min_snr is None else self.min_snr_weight((alpha * alpha) / (sigma * sigma), self.min_snr)
 
     @abstractmethod
-    def min_snr_weight(self, snr: Tensor, max_snr: float) -> Tensor:
+    def min_snr_weight(self, snr: Array, max_snr: float) -> Array:
         """Return the Min-SNR weight at these signal-to-noise ratios for this objective's target."""
 
     @cached_property
@@ -117,16 +124,14 @@ class VariancePreserving(Objective):
     def max_steps(self) -> int | None:
         return self.first_step + 1
 
-    def grid(self, steps: int, device: torch.device | str) -> Tensor:
+    def grid(self, steps: int) -> np.ndarray:
         # Down to step 0: a jump from step 1000 / steps to the data had an error of 0.03 with scaled_linear at 64 steps, and
         # made the second-order methods first-order. The last time, 0 again, is not a step but the data themselves.
-        step_times = torch.linspace(self.first_step / NUM_TRAIN_TIMESTEPS, 0, steps, dtype=torch.float64, device=device)
-        return torch.cat((step_times, step_times.new_zeros(1)))
+        return np.append(np.linspace(self.first_step / NUM_TRAIN_TIMESTEPS, 0, steps), 0.0)
 
-    def grid_levels(self, t: Tensor) -> tuple[Tensor, Tensor]:
+    def grid_levels(self, t: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         alpha, sigma = self.levels(t)
-        is_end = torch.arange(len(t), device=t.device) == len(t) - 1
-        return torch.where(is_end, 1.0, alpha), torch.where(is_end, 0.0, sigma)
+        return np.append(alpha[:-1], 1.0), np.append(sigma[:-1], 0.0)
 
     def scheduler(self, pipeline: str | None) -> tuple[str, dict[str, Any]]:
         schedule, beta_start, beta_end = DIFFUSERS_SCHEDULES[self.schedule]
@@ -154,5 +159,5 @@ class VariancePreserving(Objective):
         return "DDIMScheduler", config
 
 
-def _to_step(t: Tensor) -> Tensor:
-    return (t * NUM_TRAIN_TIMESTEPS).round().long().clamp(0, NUM_TRAIN_TIMESTEPS - 1)
+def _round_to_step(t: Array) -> Array:
+    return (t * NUM_TRAIN_TIMESTEPS).round().clip(0, NUM_TRAIN_TIMESTEPS - 1)

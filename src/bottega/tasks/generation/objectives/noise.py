@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import cached_property
 from typing import final
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from bottega.core.types import Array
 from bottega.tasks.generation.objectives.base import VariancePreserving
-from bottega.tasks.generation.schedules import alpha_bar
+from bottega.tasks.generation.schedules import compute_levels
 
 MIN_RATIO = 0.068
 """Ratio alpha / sigma at which a sampler starts: the ratio at the end of Stable Diffusion's schedule."""
@@ -21,14 +21,14 @@ class NoisePrediction(VariancePreserving):
 
     prediction_type = "epsilon"
 
-    def target(self, clean: Tensor, noise: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
+    def target(self, clean: Array, noise: Array, alpha: Array, sigma: Array) -> Array:
         return noise
 
-    def split_prediction(self, predicted: Tensor, x: Tensor, alpha: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
+    def split_prediction(self, predicted: Array, x: Array, alpha: Array, sigma: Array) -> tuple[Array, Array]:
         return (x - sigma * predicted) / alpha, predicted
 
-    def min_snr_weight(self, snr: Tensor, max_snr: float) -> Tensor:
-        return snr.clamp(max=max_snr) / snr
+    def min_snr_weight(self, snr: Array, max_snr: float) -> Array:
+        return snr.clip(max=max_snr) / snr
 
     @cached_property
     def first_step(self) -> int:
@@ -38,9 +38,8 @@ class NoisePrediction(VariancePreserving):
         model trained for 600 steps had a standard deviation of 1,700 if sampling started at the last step, 1.8 if it
         started at a ratio of 0.006, and 0.76 if it started here; that of the data is 0.75.
         """
-        signal = alpha_bar(self.schedule, torch.device("cpu"))
-        alpha, sigma = signal.sqrt(), (1 - signal).sqrt()
-        return int(torch.nonzero(alpha >= MIN_RATIO * sigma).max())
+        alphas, sigmas = compute_levels(self.schedule)
+        return int(np.flatnonzero(alphas >= MIN_RATIO * sigmas).max())
 
 
 OBJECTIVE = NoisePrediction

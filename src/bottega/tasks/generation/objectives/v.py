@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import final
 
-from torch import Tensor
-
+from bottega.core.types import Array
 from bottega.tasks.generation.objectives.base import VariancePreserving
 
 
@@ -15,14 +14,14 @@ class VPrediction(VariancePreserving):
 
     prediction_type = "v_prediction"
 
-    def target(self, clean: Tensor, noise: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
+    def target(self, clean: Array, noise: Array, alpha: Array, sigma: Array) -> Array:
         return alpha * noise - sigma * clean
 
-    def split_prediction(self, predicted: Tensor, x: Tensor, alpha: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
+    def split_prediction(self, predicted: Array, x: Array, alpha: Array, sigma: Array) -> tuple[Array, Array]:
         return alpha * x - sigma * predicted, sigma * x + alpha * predicted
 
-    def min_snr_weight(self, snr: Tensor, max_snr: float) -> Tensor:
-        return snr.clamp(max=max_snr) / (snr + 1)
+    def min_snr_weight(self, snr: Array, max_snr: float) -> Array:
+        return snr.clip(max=max_snr) / (snr + 1)
 
 
 OBJECTIVE = VPrediction

@@ -13,13 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from bottega.core.errors import UsageError
-from bottega.models.autoencoder.config import AutoencoderShape
+from bottega.models.autoencoder.config import LOG_VARIANCE_BOUNDS, AutoencoderShape, count_residual_layers
 from bottega.models.autoencoder.layout import diffusers_config, read_autoencoder_shape, read_autoencoder_tensors
 from bottega.models.autoencoder.resnet import Decoder, Encoder, build_convolution, to_channels_first
 from bottega.models.initial_conv import initialise_convolutional
-
-LOG_VARIANCE_BOUNDS = (-30.0, 20.0)
-"""Bounds in the published models, outside of which exp leaves float32's useful range."""
 
 
 class Autoencoder(nn.Module):
@@ -74,18 +71,19 @@ class Autoencoder(nn.Module):
         return self.checkpoint_blocks and self.training
 
 
-def count_residual_layers(shape: AutoencoderShape) -> int:
-    """Return the number of residual additions in the decoder, the deeper half."""
-    return len(shape.widths) * (shape.layers_per_block + 1) + 2 + int(shape.mid_attention)
-
-
 def load_autoencoder(folder: Path | str) -> Autoencoder:
     """Return the model of a folder that we or AutoencoderKL.save_pretrained wrote, in float32 on the CPU."""
     with torch.device("meta"):
         model = Autoencoder(read_autoencoder_shape(folder))
     model.to_empty(device="cpu")
-    model.load_state_dict(read_autoencoder_tensors(folder, model.state_dict()))
+    load_weights(model, folder)
     return model
+
+
+def load_weights(model: Autoencoder, folder: Path | str) -> None:
+    """Fill a model with the tensors of a folder, whose names and shapes must be those of the model."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    model.load_state_dict(read_autoencoder_tensors(folder, shapes))
 
 
 def build_autoencoder(shape: AutoencoderShape, *, folder: str | None) -> Autoencoder:
