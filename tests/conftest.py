@@ -128,6 +128,10 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("cache")
     before = os.environ.get("XDG_CACHE_HOME")
     os.environ["XDG_CACHE_HOME"] = str(folder)
+    # One cache of compiled programs for all processes of a test run.
+    is_worker = "PYTEST_XDIST_WORKER" in os.environ
+    root = tmp_path_factory.getbasetemp().parent if is_worker else tmp_path_factory.getbasetemp()
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(root / "jax"))
     yield folder
     if before is None:
         del os.environ["XDG_CACHE_HOME"]

@@ -155,7 +155,7 @@ def write_environment(folder: Path) -> None:
     original = sys.argv
     sys.argv = ["bottega", "train", f"model.api_key={NAMED} {NAMED}", "--token", NAMED, ADDRESS, f"note={NOISE}"]
     try:
-        (folder / "environment.json").write_text(json.dumps(run_environment.describe_environment("cpu", 1)))
+        (folder / "environment.json").write_text(json.dumps(run_environment.describe_environment("torch", "cpu", 1)))
     finally:
         sys.argv = original
 

@@ -6,11 +6,12 @@ A new engine or task needs one line here to run all tests of this folder.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 import small_multitask
 import small_personal
@@ -111,8 +112,14 @@ class Case:
     """Keys of the common settings that this task does not have."""
     kind: str = ""
     """Distinguishes cases of the same recipe."""
+    marks: tuple[pytest.MarkDecorator, ...] = ()
+    """Marks of the tests of this case: `slow` for twins that share what they test with a quick case."""
     starts_at_zero: bool = False
     """Whether all initial weights are 0, so that the seed does not change them."""
+
+    def with_engine(self, engine: str) -> Case:
+        """Return the same recipe with another engine."""
+        return replace(self, engine=engine)
 
     def __str__(self) -> str:
         return "-".join(filter(None, (self.engine, self.recipe, self.kind)))
@@ -169,6 +176,7 @@ CASES = [
     Case("torch", "recall", "recall/lasting", small_recall.lasting),
     Case("torch", "multitask", "multitask", small_multitask.settings),
     Case("torch", "multitask", "routing/mind", small_routing_mind.settings),
+    Case("jax", "language", "language/shakespeare", language),
 ]
 
 

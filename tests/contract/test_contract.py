@@ -18,6 +18,7 @@ import two_ranks as two_ranks_script
 from bottega.core import checkpoint
 from bottega.core.trainer import evaluate
 from bottega.data.loading.loader import iter_eval_batches
+from bottega.engines.backend import open_backend
 from bottega.engines.nonfinite import flatten_batch
 from bottega.metrics_log import read_metrics
 from small_run import differing_tensors, read_logged_steps, read_tensors, train
@@ -30,7 +31,7 @@ ALL_FEATURES: dict[str, Any] = {
 }
 
 
-@pytest.fixture(params=CASES, ids=str)
+@pytest.fixture(params=[pytest.param(case, id=str(case), marks=case.marks) for case in CASES])
 def case(request: pytest.FixtureRequest) -> Case:
     return request.param
 
@@ -45,11 +46,15 @@ OPTIMIZER_CASES = [
     case for case in CASES if str(case) in ("torch-language/shakespeare", "torch-image", "torch-classify")
 ]
 """Optimizer state depends on tensors and not on tasks, so that a few cases cover all optimizers."""
-OPTIMIZED = [(case, "adamw") for case in CASES]
-OPTIMIZED += [(case, name) for case in OPTIMIZER_CASES for name in ("muon", "adam", "sgd", "lion", "adafactor")]
+OPTIMIZED = [pytest.param(case, "adamw", id=f"{case}-adamw", marks=case.marks) for case in CASES]
+OPTIMIZED += [
+    pytest.param(case, name, id=f"{case}-{name}")
+    for case in OPTIMIZER_CASES
+    for name in ("muon", "adam", "sgd", "lion", "adafactor")
+]
 
 
-@pytest.mark.parametrize(("case", "optimizer"), OPTIMIZED, ids=str, indirect=["case"])
+@pytest.mark.parametrize(("case", "optimizer"), OPTIMIZED, indirect=["case"])
 def test_resume_is_bit_exact(case: Case, tmp_path: Path, optimizer: str) -> None:
     """Saving does not disturb the run that is saved, and loader workers change nothing."""
     options = {**ALL_FEATURES, "training.optimizer.name": optimizer}
@@ -116,8 +121,13 @@ def test_snapshots_and_evaluations_do_not_change_a_run(case: Case, tmp_path: Pat
 def test_recomputed_activations_give_the_same_weights(case: Case, tmp_path: Path) -> None:
     plain = build(case, tmp_path, **ALL_FEATURES)
     checkpointed = build(case, tmp_path, **ALL_FEATURES, **{"training.gradient_checkpointing": True})
-    assert plain.advance(0, 3) == checkpointed.advance(0, 3)
-    assert differing_tensors(plain.state(), checkpointed.state()) == []
+    expected, reports = plain.advance(0, 3), checkpointed.advance(0, 3)
+    if case.engine == "jax":  # XLA fuses recomputed operations in another way, which rounds differently
+        assert [r["loss"] for r in reports] == pytest.approx([r["loss"] for r in expected], rel=1e-6)
+        assert_close(plain.state(), checkpointed.state(), atol=1e-6)
+    else:
+        assert reports == expected
+        assert differing_tensors(plain.state(), checkpointed.state()) == []
 
 
 def test_training_reduces_the_loss(case: Case, tmp_path: Path) -> None:
@@ -127,20 +137,19 @@ def test_training_reduces_the_loss(case: Case, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("case", "optimizer"),
-    [*((case, "adamw") for case in CASES), *((case, "muon") for case in OPTIMIZER_CASES)],
-    ids=str,
+    [p for p in OPTIMIZED if p.values[1] in ("adamw", "muon")],
     indirect=["case"],
 )
 def test_frozen_parameter_does_not_move_and_has_no_state(case: Case, tmp_path: Path, optimizer: str) -> None:
     subject = build(case, tmp_path)
-    first = next(name for name, p in subject.engine.model.named_parameters() if p.dim() > 1)
+    first = next(name for name, info in subject.engine.parameters().items() if len(info.shape) > 1)
     groups = [{"pattern": first.replace(".", r"\."), "scale": "none"}, {"pattern": ".*"}]
     frozen = build(case, tmp_path, **ALL_FEATURES, **{"training.groups": groups, "training.optimizer.name": optimizer})
     before = frozen.state()
     frozen.advance(0, 4)
     after = frozen.state()
     # Buffers are in no group; some have their own update rule.
-    model = {f"model.safetensors/{name}" for name, _ in frozen.engine.model.named_parameters()}
+    model = {f"model.safetensors/{name}" for name in frozen.engine.parameters()}
     assert {name for name in model if np.array_equal(before[name], after[name])} == {f"model.safetensors/{first}"}
     assert [name for name in after if first in name and name not in model] == []
 
@@ -148,9 +157,11 @@ def test_frozen_parameter_does_not_move_and_has_no_state(case: Case, tmp_path: P
 def test_evaluation_uses_the_averaged_weights(case: Case, tmp_path: Path) -> None:
     averaged, plain = build(case, tmp_path, **{"training.ema": 0.5}), build(case, tmp_path)
     averaged.advance(0, 3)
-    weights = averaged.engine.state()["ema.safetensors"]
+    folder = averaged.save(tmp_path / "averaged", 3)
     # State without a gradient is not averaged; its current value is evaluated.
-    plain.engine.model.load_state_dict({**averaged.engine.model.state_dict(), **weights})
+    read = open_backend(case.engine).read_tensors
+    weights = {**read(folder / "model.safetensors"), **read(folder / "ema.safetensors")}
+    plain.engine.load_weights({"model.safetensors": weights}, folder)
     source = averaged.workload.data.validation()
     assert source is not None
     a, b = (evaluate(subject.engine, iter_eval_batches(source, 4)) for subject in (averaged, plain))

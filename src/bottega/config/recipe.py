@@ -189,6 +189,7 @@ class Recipe(Section):
         values = self.to_plain_dict()
         # The run is the same whether the mode is set or inferred from the metric.
         values["evaluation"]["mode"] = self.evaluation.resolved_mode
+        values["engine"] = "torch"  # engines differ by rounding; left out, it would rename runs of earlier versions
         if self.training.early_stopping is not None:
             values["training"]["early_stopping"]["mode"] = self.training.early_stopping.resolved_mode
         absent = (None, REPLACEMENT)

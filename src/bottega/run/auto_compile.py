@@ -16,7 +16,12 @@ MIN_TIMED_STEPS = 5
 
 
 def build_compile_callback(recipe: Recipe, engine: Engine, console: Console) -> list[Callback]:
-    """Return the callback of a run that may be compiled; nothing for one that never is, such as `auto` on a CPU."""
+    """Return the callback of a run that may be compiled; nothing for one that never is, such as `auto` on a CPU.
+
+    Nor for one that always is: JAX has no other steps.
+    """
+    if recipe.engine == "jax":
+        return []
     switch, cost = recipe.training.compile, find_cost(engine.task, engine.device_type)
     may_compile = cost is not None if switch == "auto" else switch and is_compilable(engine.task)
     return [AutoCompile(recipe, engine, console)] if may_compile else []

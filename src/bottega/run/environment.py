@@ -14,15 +14,19 @@ from typing import Any
 from bottega import __version__
 from bottega.redaction import redact_values
 
-PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "triton")
+PACKAGES = {
+    "torch": ("torch", "numpy", "safetensors", "tokenizers", "triton"),
+    "jax": ("jax", "jaxlib", "flax", "optax", "numpy", "safetensors", "tokenizers"),
+}
+"""Engine -> packages whose versions may change results."""
 
 
-def describe_environment(device: str, world_size: int) -> dict[str, Any]:
+def describe_environment(engine: str, device: str, world_size: int) -> dict[str, Any]:
     """Return the contents of environment.json, without environment variables, which may contain secrets."""
     return {
         "bottega": __version__,
         "python": platform.python_version(),
-        "packages": read_package_versions(),
+        "packages": read_package_versions(engine),
         "platform": platform.platform(),
         "cores": os.cpu_count(),
         "device": device,
@@ -34,6 +38,7 @@ def describe_environment(device: str, world_size: int) -> dict[str, Any]:
 
 
 def build_fingerprint(
+    engine: str,
     device: str,
     world_size: int,
     *,
@@ -43,8 +48,8 @@ def build_fingerprint(
     held_out: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Return the values that must not change for a resumed run to be equal bit for bit, and the hashes of the held-out data."""
-    fields = {
-        "packages": read_package_versions(),
+    fields: dict[str, Any] = {
+        "packages": read_package_versions(engine),
         "device": device,
         "world": world_size,
         "data": data,
@@ -55,10 +60,10 @@ def build_fingerprint(
     return fields if derived is None else {**fields, "derived": derived}
 
 
-def read_package_versions() -> dict[str, str]:
-    """Return the versions of the installed packages in PACKAGES."""
+def read_package_versions(engine: str) -> dict[str, str]:
+    """Return the versions of the installed packages that an engine computes with."""
     installed = {}
-    for name in PACKAGES:
+    for name in PACKAGES[engine]:
         try:
             installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -104,6 +104,11 @@ def check_recipe_unchanged(run: RunDirectory, recipe: Recipe) -> list[str]:
         old_value, new_value = _get_value(old_recipe, key), _get_value(recipe, key)
         if old_value != new_value:
             notes.append(f"{key}: {old_value} -> {new_value}; no longer bit for bit the same run")
+    if old_recipe.engine != recipe.engine:
+        # Both draw the same noise, but each has its own generator for dropout.
+        has_dropout = bool(getattr(recipe.model, "dropout", 0.0))
+        difference = "and the masks of dropout differ" if has_dropout else "which changes results by rounding only"
+        notes.append(f"engine: {old_recipe.engine} -> {recipe.engine}, {difference}")
     if refusals:
         raise UsageError(
             f"{run.path} was started with another recipe ({'; '.join(refusals)}); choose another name, or start over "

@@ -138,6 +138,7 @@ class Session:
         total = count_total_steps(recipe, loader)
         set_learning_rate_schedule(recipe, engine, total=total, steps_per_epoch=round(loader.steps_per_epoch))
         fingerprint = environment.build_fingerprint(
+            recipe.engine,
             str(engine.device),
             engine.world_size,
             data=workload.data.fingerprint,
@@ -251,7 +252,7 @@ class Session:
         for log in (directory.metrics, directory.path / MODULES_LOG):
             truncate_metrics(log, progress)
         directory.write(directory.recipe, to_yaml(self.recipe), redact=False)
-        metadata = environment.describe_environment(str(engine.device), engine.world_size)
+        metadata = environment.describe_environment(self.recipe.engine, str(engine.device), engine.world_size)
         metadata |= {"steps": progress.total, **count_parameters(engine), **compute, "unit": workload.unit}
         if (base_folder := find_local_base_folder(self._resolved_recipe)) is not None:
             metadata[BASE_FOLDER] = base_folder
