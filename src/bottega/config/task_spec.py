@@ -57,6 +57,8 @@ class TaskSpec:
     """Whether its loss supports `training.label_smoothing`."""
     loss_is_cross_entropy: bool = False
     """Whether the loss is at least 0, and initially at most the logarithm of the number of classes."""
+    jax_values: Mapping[str, tuple[Any, ...]] | None = None
+    """Recipe key -> values that `engine: jax` has; keys that are not listed have no influence. None if the task has no JAX form."""
     allowed_in_multitask: bool = True
     """Whether it can be one of the tasks of `multitask`."""
     plugin: str | None = None

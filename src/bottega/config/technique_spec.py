@@ -56,6 +56,8 @@ class TechniqueSpec:
     """Whether it needs sources or labels, which data generated on the fly does not have."""
     supports_multitask: bool = False
     """Whether it can be used with `task: multitask`."""
+    jax_values: Mapping[str, tuple[Any, ...]] | None = None
+    """Option -> values that `engine: jax` has; options that are not listed have no influence. None if it has no JAX form."""
 
 
 TECHNIQUES: dict[str, TechniqueSpec] = {}

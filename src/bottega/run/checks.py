@@ -33,6 +33,7 @@ from bottega.run.compose import (
     count_total_steps,
 )
 from bottega.run.disk_space import check_disk_space
+from bottega.run.engine_problems import find_engine_problems
 from bottega.run.setting_notes import get_device_type
 from bottega.tasks import dependencies
 from bottega.tasks.base_model import resolve_base_folder
@@ -61,6 +62,7 @@ def find_problems(recipe: Recipe) -> list[BottegaError]:
     dependency_problems = _collect(lambda: dependencies.check_dependencies(recipe)) or _find_dependency_problems(recipe)
     return [
         *find_unimplemented_options(recipe),
+        *find_engine_problems(recipe),
         *_find_package_problems(recipe),
         *_collect(lambda: get_global_batch_size(recipe, world.data_size)),
         *_find_machine_problems(recipe, world.size),

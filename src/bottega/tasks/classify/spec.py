@@ -93,4 +93,5 @@ SPEC = TaskSpec(
     supports_label_smoothing=True,
     loss_is_cross_entropy=True,
     adapt=adapt,
+    jax_values={"model.kind": ("transformer", "cnn", "convnet"), "model.wide": (False,)},
 )

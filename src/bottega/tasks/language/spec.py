@@ -37,4 +37,5 @@ SPEC = TaskSpec(
     rows_are_samples=False,
     loss_is_cross_entropy=True,
     adapt=adapt,
+    jax_values={"model.kind": ("transformer",)},
 )

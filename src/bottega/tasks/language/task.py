@@ -38,8 +38,9 @@ class Language(Task):
     """Weight of the router's z-loss (ST-MoE, Zoph et al., 2022)."""
 
     def specs(self) -> dict[str, ModelSpec]:
+        is_dense = self.shape.experts is None and not self.shape.has_ssm
         model = ModelSpec(
-            "bottega.models.decoder.{framework}:Transformer",
+            f"bottega.models.decoder.{'{framework}' if is_dense else 'torch'}:Transformer",
             self.shape,
             initial=Initial(
                 "bottega.models.decoder.{framework}:initialise_decoder",
