@@ -12,7 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import bottega
 import small_texts
+from bottega.metrics_log import read_metrics
 from bottega.models.convnet.config import ConvNetShape
 from bottega.models.spiking.config import SpikingNetShape
 from bottega.models.text_classifier.config import EncoderShape, KimShape, NgramShape
@@ -169,6 +171,23 @@ def test_a_text_workload_predicts_and_exports_what_torch_does(tmp_path: Path) ->
     actual, expected = (load_file(tmp_path / framework / "model.safetensors") for framework in ("jax", "torch"))
     assert actual.keys() == expected.keys()
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+def test_a_run_has_the_metrics_and_predictions_of_torch(tmp_path: Path) -> None:
+    values = small_texts.settings(tmp_path, "cnn", **{"model.dropout": 0.0, "model.word_dropout": 0.2, "device": "cpu"})
+    runs = {engine: bottega.train("classify/cnn", {**values, "engine": engine}).path for engine in ("torch", "jax")}
+    rows, expected_rows = (read_metrics(runs[engine] / "metrics.jsonl") for engine in ("jax", "torch"))
+    assert len(rows) == len(expected_rows)
+    for row, expected in zip(rows, expected_rows, strict=True):
+        assert row.keys() == expected.keys()
+        for name in {"loss", "accuracy", "grad_norm", "macro_f1", "ece", "auroc"} & row.keys():
+            assert row[name] == pytest.approx(expected[name], rel=1e-4), name
+    texts = [row["text"] for row in small_texts.make_rows(5, seed=3)]
+    predictions, expected_predictions = (
+        bottega.load(runs[engine], device="cpu").predict(texts) for engine in ("jax", "torch")
+    )
+    for prediction, expected in zip(predictions, expected_predictions, strict=True):
+        assert prediction["probabilities"] == pytest.approx(expected["probabilities"], rel=1e-4)
 
 
 WITHOUT_TORCH = """

@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from bottega.core.errors import UsageError
-from bottega.core.model_spec import Initial, ModelSpec, resolve_reference
+from bottega.core.model_spec import Initial, ModelSpec, find_framework, resolve_reference
 from bottega.core.noise import Noise
 from bottega.core.task import Task
 from bottega.core.types import Array, Batch, Loss, Models, Rows
@@ -197,11 +197,6 @@ class Classification(Task):
         from bottega.models.spiking.units import unit_activity_metrics
 
         return metrics | unit_activity_metrics(rows["units"])
-
-
-def find_framework(model: Any) -> str:
-    """Return the framework of a model."""
-    return getattr(model, "framework", "torch")
 
 
 def round_up_length(length: int) -> int:

@@ -54,7 +54,7 @@ class TextClassifier(Module):
         length = ids.shape[1]
         assert length <= self.shape.max_positions, f"{length} tokens exceed the {self.shape.max_positions} positions"
         cos, sin = compute_rotary_tables(self.shape.block_shape)
-        # A row of padding alone attends to its first token, because a softmax over nothing is NaN.
+        # A row of padding alone attends to its first token, because cuDNN may return NaN for a softmax over nothing.
         is_attended = mask | (np.arange(length) == 0)
         attention_mask = jnp.broadcast_to(is_attended[:, None, None], (len(ids), 1, length, length))
         sequence = SequenceContext(cos[:length, None], sin[:length, None], attention_mask)
