@@ -38,17 +38,21 @@ def build_model(spec: ModelSpec, seed: int) -> Module:
 
 
 def draw_weights(spec: ModelSpec, model: Module, seed: int) -> dict[str, np.ndarray]:
-    """Return the weights that a model starts with, on the host, by name."""
+    """Return the weights that a model starts with, on the host, by name.
+
+    `load` of a spec, if it has a form in JAX, is `load(shapes, folder)` and returns the weights of the folder by name.
+    """
     shapes = {name: variable.shape for name, variable in model.variables().items()}
-    if spec.pretrained is not None and not spec.starts_initial:
-        weights = {name: np.empty(shape, np.float32) for name, shape in shapes.items()}
+    values: dict[str, np.ndarray] = {}
+    if spec.pretrained is None or spec.starts_initial:
+        assert spec.initial is not None, "every model with a JAX form has a rule for its initial values"
+        values |= resolve_reference(spec.initial.rule, FRAMEWORK)(shapes, seed, **spec.initial.options)
+    if spec.pretrained is not None:
+        if isinstance(spec.load, str) and "{framework}" in spec.load:
+            return values | resolve_reference(spec.load, FRAMEWORK)(shapes, spec.pretrained)
+        values |= {name: np.empty(shape, np.float32) for name, shape in shapes.items() if name not in values}
         folder = resolve_model(spec.pretrained, key="model.from").path
-        fill_tensors(weights, folder, shape=getattr(model, "shape", None))
-        return weights
-    assert spec.initial is not None, "every model with a JAX form has a rule for its initial values"
-    values: dict[str, np.ndarray] = resolve_reference(spec.initial.rule, FRAMEWORK)(
-        shapes, seed, **spec.initial.options
-    )
+        fill_tensors(values, folder, shape=getattr(model, "shape", None))
     return values
 
 

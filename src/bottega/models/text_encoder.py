@@ -19,16 +19,14 @@ from bottega.models.folders.transformers_loader import load_pretrained
 from bottega.models.folders.untrusted import attribute_errors_to, load_transformers_config, require_safetensors
 from bottega.models.generator.config import ConditionShape
 
-HEAD_SIZE = 32
 CLIP_TYPES = ("clip", "clip_text_model")
 
 
 class TextBlock(nn.Module):
     """A pre-norm transformer block. Its norms have no affine weights: the linear layer after each can represent them."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
-        num_heads = next(n for n in range(max(1, width // HEAD_SIZE), 0, -1) if width % n == 0)
         self.attn = Attention(width, num_heads)
         self.up = nn.Linear(width, 4 * width)
         self.down = nn.Linear(4 * width, width)
@@ -46,7 +44,7 @@ class TextEncoder(nn.Module):
         assert shape.vocab_size is not None, "a trained text encoder has a vocabulary"
         self.token_embedding = nn.Embedding(shape.vocab_size, shape.text_size)
         self.position_embedding = nn.Embedding(shape.max_tokens, shape.text_size)
-        self.blocks = nn.ModuleList(TextBlock(shape.text_size) for _ in range(shape.text_layers))
+        self.blocks = nn.ModuleList(TextBlock(shape.text_size, shape.num_text_heads) for _ in range(shape.text_layers))
 
     def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
         """Encode `ids` (B, L). `mask` (B, L) is true for text, at least once in each row; padding is encoded as 0."""

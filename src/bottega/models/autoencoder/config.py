@@ -12,6 +12,8 @@ from bottega.core.errors import UsageError
 
 LOG_VARIANCE_BOUNDS = (-30.0, 20.0)
 """Bounds in the published models, outside of which exp leaves float32's useful range."""
+EPSILON = 1e-6
+"""Of the norms."""
 SIDE_NAMES = {1: ("length",), 2: ("height", "width"), 3: ("frames", "height", "width")}
 
 

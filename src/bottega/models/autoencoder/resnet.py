@@ -14,10 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from bottega.models.autoencoder.config import AutoencoderShape
+from bottega.models.autoencoder.config import EPSILON, AutoencoderShape
 from bottega.models.group_norm import GroupNorm
 
-EPSILON = 1e-6
 CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 
 

@@ -15,6 +15,7 @@ TIME_EMBEDDING_SIZE = 256
 """Width of a diffusion transformer's sinusoidal time embedding."""
 EPSILON = 1e-6
 """Of the norms of a diffusion transformer."""
+TEXT_HEAD_SIZE = 32
 Condition = Literal["none", "class", "vector", "text"]
 
 
@@ -124,6 +125,12 @@ class ConditionShape(BaseModel):
     text_size: int = 0
     text_layers: int = 0
     max_tokens: int = 0
+
+    @property
+    def num_text_heads(self) -> int:
+        """Attention heads of our own text encoder: the largest number up to one for TEXT_HEAD_SIZE channels that divides them."""
+        width = self.text_size
+        return next(n for n in range(max(1, width // TEXT_HEAD_SIZE), 0, -1) if width % n == 0)
 
     @property
     def null_row(self) -> int:

@@ -29,6 +29,18 @@ def guide(
     if guidance in (0, 1):
         chosen = condition if guidance == 1 else dropped
         return lambda x, time: model(x, time, **chosen)
+    return extrapolate(model, condition, dropped, guidance=guidance, joins_passes=joins_passes)
+
+
+def extrapolate(
+    model: Callable[..., Array],
+    condition: Mapping[str, Array],
+    dropped: Mapping[str, Array],
+    *,
+    guidance: Array,
+    joins_passes: bool,
+) -> Predict:
+    """Return the prediction from both passes; `guidance` may be traced by JAX."""
 
     def join(first: Array, second: Array) -> Array:
         return get_namespace(first).concatenate((first, second))

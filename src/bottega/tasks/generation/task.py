@@ -45,12 +45,14 @@ class Generation(Task):
     """Folder of a generator whose weights training starts from."""
 
     def specs(self) -> dict[str, ModelSpec]:
+        # In JAX there is no UNet, which is diffusers' own model.
+        module = f"bottega.models.generator.{'torch' if isinstance(self.shape.backbone, UNetShape) else '{framework}'}"
         model = ModelSpec(
-            "bottega.models.generator.torch:Generator",
+            f"{module}:Generator",
             self.shape,
-            initial=Initial("bottega.models.generator.torch:initialise_generator"),
+            initial=Initial(f"{module}:initialise_generator"),
             pretrained=self.pretrained,
-            load="bottega.models.generator.torch:load_generator",
+            load=f"{module}:load_generator",
             starts_initial=True,  # weights of a backbone alone suffice: the condition is then initialised
         )
         specs = {"model": model}
