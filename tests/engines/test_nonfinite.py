@@ -23,7 +23,7 @@ from bottega.data.loading.loader import iter_eval_batches
 from bottega.engines.nonfinite import MAX_SKIPPED_UPDATES, NonfiniteRecovery
 from bottega.engines.torch import optimizers
 from bottega.metrics_log import read_metrics
-from bottega.techniques.ewc.torch import Ewc
+from bottega.techniques.ewc.task import Ewc
 from small_run import differing_tensors
 from toy_task import Toy, copy_state, engine, loader, source, train_steps, training
 

@@ -32,7 +32,7 @@ from bottega.engines.torch.sums import sum_terms
 from bottega.tasks.evaluation_data import DataRequest
 from bottega.techniques.continual.forgetting import ForgettingMatrix, compute_transfer_metrics
 from bottega.techniques.continual.per_source_metrics import PerSourceMetrics
-from bottega.techniques.ewc.torch import Ewc, consolidate
+from bottega.techniques.ewc.task import Ewc, consolidate
 from toy_task import Toy, engine, source
 
 EWC_AND_REPLAY = [

@@ -98,7 +98,7 @@ class JaxEngine(Engine):
     def _build_state(self, parameters: dict[str, Array]) -> TrainState:
         has_average = self.training.ema is not None
         average = {name: parameters[name].copy() for name in self.assigned} if has_average else {}
-        task_state = self._put(dict(self.task.state(parameters)))
+        task_state = self._put(self.task.state({name: parameters[name] for name in self.assigned}))
         return TrainState(parameters, {}, average, task_state, self._zero(), self._zero())
 
     def _zero(self) -> Array:
@@ -313,7 +313,9 @@ class JaxEngine(Engine):
         return self._state.task_state
 
     def write_task_state(self, values: Mapping[str, Array]) -> None:
-        self._state = self._state._replace(task_state={**self._state.task_state, **self._put(values)})
+        # Copies: a step reuses the memory of its state, and one array may not be both a weight and an anchor.
+        copies = self._put({name: jnp.array(value) for name, value in values.items()})
+        self._state = self._state._replace(task_state={**self._state.task_state, **copies})
 
     def reset_weight_average(self) -> None:
         average = {name: self._state.parameters[name].copy() for name in self._state.average}

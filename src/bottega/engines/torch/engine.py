@@ -384,7 +384,7 @@ class TorchEngine(Engine):
     @torch.no_grad()
     def write_task_state(self, values: Mapping[str, Tensor]) -> None:
         for name, value in values.items():
-            self._task_state[name].copy_(value)
+            self._task_state[name].copy_(value.detach())
 
     def reset_weight_average(self) -> None:
         self._weight_average.reset()

@@ -15,14 +15,14 @@ from bottega.data.order.sequential import Sequential
 from bottega.tasks.workload import Workload
 from bottega.techniques.continual.apply import require_sequence
 from bottega.techniques.ewc.config import EwcOptions
-from bottega.techniques.ewc.torch import FISHER_PREFIX, Ewc, consolidate
+from bottega.techniques.ewc.task import FISHER_PREFIX, Ewc, consolidate
 from bottega.techniques.training_plan import TrainingPlan
 
 
 def apply(plan: TrainingPlan, options: EwcOptions, recipe: Recipe, workload: Workload) -> TrainingPlan:
     """Penalise changes of weights that were important to the earlier sources of a sequence."""
     require_sequence(plan, "ewc")
-    task = Ewc(inner=plan.task, strength=options.strength)
+    task = Ewc(inner=plan.task, strength=options.strength, framework=recipe.engine)
     return replace(plan, task=task).with_train_start_hook(partial(_consolidate_between_sources, options=options))
 
 

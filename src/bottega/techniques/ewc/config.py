@@ -28,4 +28,5 @@ SPEC = TechniqueSpec(
     ),
     is_sequential=True,
     needs_sources=True,
+    jax_values={},
 )

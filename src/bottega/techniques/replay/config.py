@@ -27,4 +27,5 @@ SPEC = TechniqueSpec(
     ),
     is_sequential=True,
     needs_sources=True,
+    jax_values={},
 )

@@ -1,0 +1,83 @@
+"""Sequences of sources with `engine: jax`: EWC, replay and metrics per source agree with torch, and runs resume bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import small_run
+import small_texts
+from both_engines import Subject, assert_same_metrics, build_both, find_largest_difference
+from small_run import differing_tensors
+
+EWC_AND_REPLAY = [
+    {"name": "ewc", "options": {"samples": 4, "strength": 1e4}},
+    {"name": "replay", "options": {"share": 0.25, "memory": 5}},
+]
+
+
+def language(folder: Path) -> dict[str, Any]:
+    """A language run over two sources in turn."""
+    paths = [small_run.write_text(folder / f"{i}.txt", seed=i, words=words) for i, words in enumerate((600, 400))]
+    settings = {key: value for key, value in small_run.settings(folder, paths[0]).items() if key != "data.train.path"}
+    sources = {"data.sources": [{"path": str(path)} for path in paths], "data.mixture": "sequence"}
+    return {**settings, **sources, "data.validation.split": 0.2, "techniques": EWC_AND_REPLAY}
+
+
+def classify(folder: Path) -> dict[str, Any]:
+    """A text classifier that learns two classes first and the third later."""
+    settings = small_texts.settings(folder, "cnn", **{"model.word_dropout": 0.0, "data.split": None})
+    path = settings["data.train.path"]
+    sources = [
+        {"path": path, "labels": ["cook", "sail"], "name": "early"},
+        {"path": path, "labels": ["sing"], "name": "late"},
+    ]
+    remaining = {key: value for key, value in settings.items() if not key.startswith("data.train")}
+    return {**remaining, "data.train": {}, "data.sources": sources, "data.mixture": "sequence"}
+
+
+def find_boundary(subject: Subject) -> int:
+    """Return the first step of the second source."""
+    order: Any = subject.loader.order
+    return int(order.schedule.first_steps(subject.loader.batch_size)[1])
+
+
+def test_ewc_across_a_boundary_equals_torch_and_resumes_bit_for_bit(tmp_path: Path) -> None:
+    torch_side, jax_side = build_both("language/shakespeare", language(tmp_path))
+    boundary = find_boundary(jax_side)
+    assert 1 < boundary < 6
+    reports = torch_side.advance(0, 8)
+    folders, early = {}, []
+    for step in range(8):
+        if step in (boundary - 1, boundary):  # at the boundary itself the importance is measured again
+            folders[step] = jax_side.save(tmp_path / "checkpoints", step)
+        early += jax_side.advance(step, step + 1)
+    assert_same_metrics(early, reports)
+    penalties = [report["penalty"] for report in early]
+    assert not any(penalties[: boundary + 1])
+    assert min(penalties[boundary + 1 :]) > 1e-3, "the penalty is large enough to compare"
+    end = jax_side.state()
+    assert find_largest_difference(torch_side.state(), end) < 1e-5
+    fisher = {name: value for name, value in end.items() if "/fisher/" in name}
+    assert len(fisher) == len(jax_side.engine.parameters())
+    assert all(value.max() > 0 for value in fisher.values())
+
+    metrics = jax_side.evaluate()
+    assert {"source-0/loss", "source-1/loss"} <= metrics.keys()
+    assert metrics == pytest.approx(torch_side.evaluate(), rel=1e-4)
+
+    resumed = Subject("language/shakespeare", {"model.dropout": 0.0, **language(tmp_path)}, engine="jax")
+    for step, folder in folders.items():
+        resumed.engine.load(folder)
+        resumed.advance(step, 8)
+        assert differing_tensors(end, resumed.state()) == [], f"resumed at step {step}"
+
+
+def test_metrics_of_each_source_equal_torch(tmp_path: Path) -> None:
+    """With class weights, by which the loss is counted, and rows that stay in order."""
+    torch_side, jax_side = build_both("classify", {**classify(tmp_path), "loss.class_weights": [5.0, 1.0, 0.2]})
+    expected, actual = torch_side.evaluate(), jax_side.evaluate()
+    assert {"early/accuracy", "late/loss"} <= actual.keys()
+    assert actual == pytest.approx(expected, rel=1e-5)
