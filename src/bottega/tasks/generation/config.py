@@ -117,6 +117,9 @@ class GeneratorRecipe(MediaRecipe):
 
     def find_conflicts(self) -> list[tuple[str, str, str]]:
         problems, model = super().find_conflicts(), self.model
+        if self.engine == "jax" and model.text.from_ is not None:
+            message = "a text encoder of transformers has no form in JAX; remove it to train one, or use engine=torch"
+            problems.append(("model.text.from", "engine", message))
         if model.backbone != "dit" or model.vae is not None:
             return problems
         for name, side, patch_key in self.list_sides():

@@ -30,6 +30,8 @@ SPECS = tuple(
         prepare=_prepare,
         preview=f"bottega.data.{medium}.preview:{medium.capitalize()}Preview",
         files=files,
+        # A UNet is diffusers' own model, and codes and vocoders are computed in torch.
+        jax_values={"model.backbone": ("dit",), "model.vocoder": (None,)},
     )
     for medium, recipe, files in (
         ("image", ImageRecipe, ("images", "idx")),
