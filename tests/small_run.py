@@ -29,6 +29,8 @@ SMALL: dict[str, Any] = {
     "data.sequence_length": 16,
     "training.max_steps": 8,
     "training.batch_size": 4,
+    "training.optimizer.name": "adamw",
+    "training.learning_rate": 1e-3,
     "training.scheduler.warmup_steps": 2,
     "evaluation.every": 4,
     "checkpoint.every": 4,

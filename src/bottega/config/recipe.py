@@ -51,6 +51,17 @@ class Distributed(Section):
     strategy: Literal["auto", "ddp", "fsdp"] = Field(
         "auto", description="full copies of the model (ddp) or shards (fsdp)"
     )
+    replicate: Whole | None = Field(
+        None, gt=0, description="devices with copies of the model, which train on different samples"
+    )
+    shard: Whole | None = Field(
+        None,
+        gt=0,
+        description="devices that each hold a part of the model and the optimizer state, and train on different samples",
+    )
+    tensor: Whole | None = Field(
+        None, gt=0, description="devices that share the matrix products of each layer, on the same samples"
+    )
     backend: Literal["auto", "nccl", "gloo"] = Field("auto", description="communication backend")
     processes: Whole | None = Field(None, gt=0, description="total number of processes; null takes the launcher's")
     machines: Whole = Field(1, gt=0, description="number of machines")
@@ -58,6 +69,19 @@ class Distributed(Section):
     main_address: str | None = Field(None, description="address of the first machine")
     main_port: Whole | None = Field(None, gt=0, lt=65536, description="port on the first machine")
     offload: bool = Field(False, description="keep the optimizer state in host memory")
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Number of devices along each axis of the mesh; `processes` and `strategy` are a shorthand for one axis."""
+        if self.processes is not None and (self.replicate, self.shard, self.tensor) == (None, None, None):
+            axis = "shard" if self.strategy == "fsdp" else "replicate"
+            return {"replicate": 1, "shard": 1, "tensor": 1, axis: self.processes}
+        return {"replicate": self.replicate or 1, "shard": self.shard or 1, "tensor": self.tensor or 1}
+
+    @property
+    def num_data_devices(self) -> int:
+        """Number of devices that train on different samples."""
+        return self.mesh["replicate"] * self.mesh["shard"]
 
 
 class Samples(Section):

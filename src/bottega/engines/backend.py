@@ -74,8 +74,9 @@ class Backend(ABC):
         deterministic: bool = False,
         micro_batch_size: int | None = None,
         pin_memory: bool = True,
+        mesh: Mapping[str, int] | None = None,
     ) -> Engine:
-        """Build the engine with the models of the task."""
+        """Build the engine with the models of the task; `mesh` is the number of devices along each axis."""
 
     @abstractmethod
     def read_tensors(self, path: Path) -> Mapping[str, Any]:

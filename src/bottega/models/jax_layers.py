@@ -33,6 +33,8 @@ class ForwardContext:
     """None in an evaluation."""
     checkpoints_blocks: bool = False
     """Whether the activations of a block are recomputed in the backward pass."""
+    place: Callable[[Array], Array] | None = None
+    """Splits the examples of an activation over devices, if there are several."""
     num_dropouts: int = 0
     """Dropouts so far; each has a key of its own."""
 
@@ -42,10 +44,14 @@ _context: ContextVar[ForwardContext] = ContextVar("forward_context", default=For
 
 @contextmanager
 def forward_context(
-    *, dtype: Any = jnp.float32, dropout_key: Array | None = None, checkpoints_blocks: bool = False
+    *,
+    dtype: Any = jnp.float32,
+    dropout_key: Array | None = None,
+    checkpoints_blocks: bool = False,
+    place: Callable[[Array], Array] | None = None,
 ) -> Iterator[None]:
     """Context in which models compute in `dtype`; with a key, they train: dropout is on."""
-    token = _context.set(ForwardContext(dtype, dropout_key, checkpoints_blocks))
+    token = _context.set(ForwardContext(dtype, dropout_key, checkpoints_blocks, place))
     try:
         yield
     finally:
@@ -60,6 +66,15 @@ def is_training() -> bool:
 def get_compute_dtype() -> Any:
     """Return the dtype of matrix products."""
     return _context.get().dtype
+
+
+def place_examples(x: Array) -> Array:
+    """Return an activation (examples, ...) split over devices by examples, as the batch is.
+
+    Called on the residual stream of each block: otherwise the compiler may split activations like the weights of a layer.
+    """
+    place = _context.get().place
+    return x if place is None else place(x)
 
 
 def dropout(x: Array, rate: float) -> Array:
@@ -120,8 +135,8 @@ class Module(nnx.Module):
 
     def variables(self) -> dict[str, Any]:
         """Return the variables of the parameters by name, in torch's order: a layer's own before those of its parts."""
-        found = self._find_variables()
-        return {name: found[name] for name in self.parameter_names} if self.parameter_names else found
+        variables = self._find_variables()
+        return {name: variables[name] for name in self.parameter_names} if self.parameter_names else variables
 
     def _find_variables(self) -> dict[str, Any]:
         return {
@@ -261,10 +276,18 @@ def attend(
     """
     if dropout_rate and is_training():
         return _attend_with_dropout(q, k, v, mask=mask, is_causal=is_causal, dropout_rate=dropout_rate)
-    uses_cudnn = jax.default_backend() == "gpu" and q.dtype in (jnp.bfloat16, jnp.float16)
+    uses_cudnn = jax.default_backend() == "gpu" and _is_supported_by_cudnn(q, k, mask)
     return jax.nn.dot_product_attention(
         q, k, v, mask=mask, is_causal=is_causal, implementation="cudnn" if uses_cudnn else "xla"
     )
+
+
+def _is_supported_by_cudnn(q: Array, k: Array, mask: Array | None) -> bool:
+    """Return whether cuDNN has a kernel, with its gradient, for these arguments on any GPU."""
+    is_half = q.dtype in (jnp.bfloat16, jnp.float16)
+    has_head_size = q.shape[-1] <= 128 and q.shape[-1] % 8 == 0
+    has_lengths = mask is None or (q.shape[1] % 2 == 0 and k.shape[1] % 2 == 0)
+    return is_half and has_head_size and has_lengths
 
 
 def _attend_with_dropout(
@@ -287,7 +310,8 @@ def bind(model: Any, parameters: Mapping[str, Array]) -> Any:
     """Return a copy of a model with these parameters, by name; the model itself may be abstract."""
     graph, state = nnx.split(model)
     values = [
-        (path, variable.replace(parameters[".".join(map(str, path))])) for path, variable in nnx.to_flat_state(state)
+        (path, variable.replace(value=parameters[".".join(map(str, path))]))
+        for path, variable in nnx.to_flat_state(state)
     ]
     return nnx.merge(graph, nnx.from_flat_state(values))
 

@@ -111,7 +111,9 @@ def find_unimplemented_options(recipe: Recipe) -> list[BottegaError]:
     """Return a problem for each requested option that the schema accepts but that is not implemented."""
     is_distributed = recipe.distributed.enabled is not False
     requested = {
-        "distributed.strategy: fsdp": is_distributed and recipe.distributed.strategy == "fsdp",
+        "distributed.strategy: fsdp": is_distributed
+        and recipe.distributed.strategy == "fsdp"
+        and recipe.engine == "torch",
         "training.label_smoothing": recipe.training.label_smoothing > 0
         and not find_spec(recipe).supports_label_smoothing,
     }
@@ -230,14 +232,23 @@ def _find_machine_problems(recipe: Recipe, world_size: int) -> list[BottegaError
 
 
 def _find_process_problems(recipe: Recipe, world_size: int, device: str) -> Iterator[str]:
-    distributed, expected = recipe.distributed, recipe.distributed.processes
+    if recipe.engine == "jax":
+        yield from _find_jax_process_problems(recipe, world_size)
+        return
+    distributed = recipe.distributed
+    for axis, size in (("shard", distributed.shard), ("tensor", distributed.tensor)):
+        if size is not None and size > 1:
+            yield f"distributed.{axis}: {size} is not implemented yet with engine=torch; use engine=jax, or remove it"
+    expected, key = distributed.processes, "processes"
+    if expected is None:
+        expected, key = distributed.replicate, "replicate"
     if distributed.enabled is False:
         if world_size > 1:
             yield f"distributed.enabled is false, but {world_size} processes were started; start one, or remove the key"
         return
     advice = f"start them with torchrun --nproc_per_node {expected or 'N'} -m bottega train …"
     if expected is not None and expected != world_size:
-        yield f"distributed.processes is {expected}, but the number of processes started is {world_size}; {advice}"
+        yield f"distributed.{key} is {expected}, but the number of processes started is {world_size}; {advice}"
     elif distributed.enabled and world_size == 1:
         yield f"distributed.enabled is true, but one process was started; {advice}, or remove the key"
     backend_name = "nccl" if device == "cuda" else "gloo"
@@ -343,3 +354,15 @@ def _find_dependency_recipe_problems(recipe: Recipe, name: str) -> list[BottegaE
         type(problem)(f"needs.{name}: {problem}") for problem in problems if str(problem) not in parent_problems
     ]
     return [*dependency_problems, *_find_dependency_problems(dependency)]
+
+
+def _find_jax_process_problems(recipe: Recipe, world_size: int) -> Iterator[str]:
+    """Yield what `distributed` asks for that JAX does not have: one process uses all devices of its mesh."""
+    distributed = recipe.distributed
+    if world_size > 1:
+        yield (
+            f"engine: jax does not train with several processes yet, and {world_size} were started; start one, and set "
+            "distributed.replicate, distributed.shard or distributed.tensor to use its devices"
+        )
+    if distributed.offload:
+        yield "distributed.offload is not available with engine=jax; use distributed.shard to split the optimizer state"

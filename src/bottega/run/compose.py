@@ -75,6 +75,7 @@ def build_engine(recipe: Recipe, task: Task) -> Engine:
         deterministic=recipe.deterministic,
         micro_batch_size=resolve_micro_batch_size(recipe),
         pin_memory=recipe.data.pin_memory,
+        mesh=recipe.distributed.mesh,
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from bottega.config.load import get_global_batch_size
 from bottega.config.recipe import Recipe
 from bottega.config.unused_options import list_unused_options
@@ -57,6 +59,9 @@ def _describe_idle_gpus(recipe: Recipe) -> list[str]:
         or (count := open_backend(recipe.engine).count_gpus()) < 2
     ):
         return []
+    if recipe.engine == "jax":
+        used = math.prod(recipe.distributed.mesh.values())
+        return [f"{count} GPUs, {used} used: set distributed.replicate={count} to use all"] if used < count else []
     return [f"{count} GPUs, 1 used: start with torchrun --nproc_per_node {count} -m bottega train … to use all"]
 
 

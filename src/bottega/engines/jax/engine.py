@@ -25,6 +25,7 @@ from bottega.engines.jax.devices import choose_devices, choose_precision, get_de
 from bottega.engines.jax.forms import require_jax_form
 from bottega.engines.jax.histograms import fetch_histograms
 from bottega.engines.jax.inputs import build_inputs
+from bottega.engines.jax.mesh import DeviceMesh
 from bottega.engines.jax.module_statistics import ModuleStatistics
 from bottega.engines.jax.optimizers import assign_optimizers, initialise_state
 from bottega.engines.jax.profiling import JaxProfiler
@@ -52,13 +53,16 @@ class JaxEngine(Engine):
         deterministic: bool = False,
         micro_batch_size: int | None = None,
         pin_memory: bool = True,
+        mesh: Mapping[str, int] | None = None,
     ) -> None:
         require_jax_form(task, training)
         use_compilation_cache()
         if deterministic:
             make_deterministic()
         self.task, self.training, self.rate, self.seed = task, training, rate, seed
-        self.device = choose_devices(device)[0]
+        devices = choose_devices(device)
+        self.device, self.mesh = devices[0], DeviceMesh(devices, mesh or {})
+        self.mesh.check_batch(micro_batch_size or training.batch_size, key=_name_batch_key(micro_batch_size))
         self.device_type, self.memory_before_model = get_device_type(self.device), get_resident_memory()
         self.dtype = choose_precision(training.mixed_precision, self.device)
         self.precision = jnp.dtype(self.dtype).name
@@ -68,7 +72,9 @@ class JaxEngine(Engine):
 
         specs = task.specs()
         abstract: dict[str, Module] = {name: build_abstract_model(spec) for name, spec in specs.items()}
-        weights = {name: self._put(draw_weights(spec, abstract[name], seed)) for name, spec in specs.items()}
+        weights = {
+            name: self.mesh.put_parameters(draw_weights(spec, abstract[name], seed)) for name, spec in specs.items()
+        }
         self._abstract = abstract
         self.frozen_weights = {name: values for name, values in weights.items() if name != "model"}
         self.shapes = {name: tuple(value.shape) for name, value in weights["model"].items()}
@@ -86,6 +92,7 @@ class JaxEngine(Engine):
             self.dtype,
             seed,
             self.statistics,
+            self.mesh,
         )
         self._state = self._build_state(weights["model"])
         self._has_optimizer_state = False
@@ -103,11 +110,11 @@ class JaxEngine(Engine):
 
     def _zero(self) -> Array:
         # Placed like all of the state: a step would be compiled again for one that is not.
-        return jax.device_put(jnp.zeros(()), self.device)
+        return jax.device_put(jnp.zeros(()), self.mesh.replicated)
 
     def _put(self, tensors: Mapping[str, Any]) -> dict[str, Array]:
-        """Copy tensors to the device, by name."""
-        return {name: jax.device_put(value, self.device) for name, value in tensors.items()}
+        """Copy tensors to every device, by name."""
+        return {name: jax.device_put(value, self.mesh.replicated) for name, value in tensors.items()}
 
     @property
     def model(self) -> Module:
@@ -171,7 +178,7 @@ class JaxEngine(Engine):
         """Allocate the optimizer state before it is first used; a run that only evaluates never does."""
         if not self._has_optimizer_state:
             states = initialise_state(self._state.parameters, self.assigned, self.training.optimizer)
-            self._state = self._state._replace(optimizer=jax.device_put(states, self.device))
+            self._state = self._state._replace(optimizer=self.mesh.put_states(states, self.shapes))
             self._has_optimizer_state = True
 
     # Evaluation, models, measurements
@@ -185,8 +192,8 @@ class JaxEngine(Engine):
 
     def get_evaluator(self, task: Task) -> evaluation.Evaluator:
         """Return the jitted evaluation of a task, compiled once for each shape of a batch."""
-        for known, evaluator in self._evaluators:
-            if known is task:
+        for evaluated_task, evaluator in self._evaluators:
+            if evaluated_task is task:
                 return evaluator
         self._evaluators.append((task, evaluation.build_evaluator(self, task)))
         return self._evaluators[-1][1]
@@ -283,12 +290,12 @@ class JaxEngine(Engine):
             loaded[file] = read_tensors(folder / file)
             check_same_layout(loaded[file], expected[file], folder / file)
         optimizer: dict[str, dict[str, Array]] = {name: {} for name in self._state.optimizer}
-        for key, value in self._put(loaded["optimizer.safetensors"]).items():
+        for key, value in loaded["optimizer.safetensors"].items():
             name, _, state_name = key.rpartition("/")
             optimizer[name][state_name] = value
         self._state = self._state._replace(
-            optimizer=optimizer,
-            average=self._put(loaded.get("ema.safetensors", {})),
+            optimizer=self.mesh.put_states(optimizer, self.shapes),
+            average=self.mesh.put_parameters(loaded.get("ema.safetensors", {})),
             task_state=self._put(loaded.get("state.safetensors", {})),
         )
         self.reset_bad_steps()
@@ -302,7 +309,7 @@ class JaxEngine(Engine):
         for file, tensors in files.items():
             check_same_layout(tensors, expected[file], folder / file)
             check_finite(tensors, folder / file)
-            parameters = {**parameters, **self._put(tensors)}
+            parameters = {**parameters, **self.mesh.put_parameters(tensors)}
         self._state = self._state._replace(parameters=parameters)
 
     def checkpoint_bytes(self) -> int:
@@ -323,3 +330,7 @@ class JaxEngine(Engine):
 
     def reset_bad_steps(self) -> None:
         self._state = self._state._replace(nan_after_bad_step=self._zero(), bad_steps=self._zero())
+
+
+def _name_batch_key(micro_batch_size: int | None) -> str:
+    return "training.batch_size" if micro_batch_size is None else "training.micro_batch_size"

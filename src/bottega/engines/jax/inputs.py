@@ -32,16 +32,25 @@ def build_inputs(
     groups = [_split(engine, step, arrays, positions, start=0, count=num_whole, size=micro_batch_size)]
     if rest := size % micro_batch_size:
         groups.append(_split(engine, step, arrays, positions, start=size - rest, count=1, size=rest))
+    mesh = engine.mesh
+    placed = tuple(
+        MicroBatches(
+            mesh.put_batch(group.batch, axis=1),
+            mesh.put_batch(group.positions, axis=1),
+            mesh.put_batch(group.dropout_keys, axis=2),
+        )
+        for group in groups
+    )
     inputs = StepInputs(
-        tuple(groups),
+        (),
         {name: np.float32(count) for name, count in counts.items()},
         derive_noise_keys(engine.seed, step, engine.task.noise_names),
         np.float32(rate),
         np.bool_(step in engine.skip_steps),
         np.float32(average_decay),
     )
-    moved: StepInputs = jax.device_put(inputs, engine.device)
-    return moved
+    moved: StepInputs = jax.device_put(inputs, mesh.replicated)
+    return moved._replace(groups=placed)
 
 
 def _split(
@@ -71,7 +80,7 @@ def _split(
 
 def move_batch(engine: JaxEngine, batch: Batch) -> dict[str, Any]:
     """Copy a host batch to the device, padded to a length that the task compiles for."""
-    moved: dict[str, Any] = jax.device_put(convert_batch(engine.task.bucket(batch)), engine.device)
+    moved: dict[str, Any] = engine.mesh.put_batch(convert_batch(engine.task.bucket(batch)))
     return moved
 
 

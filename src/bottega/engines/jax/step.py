@@ -17,6 +17,7 @@ from bottega.config.training import Training
 from bottega.core.task import Task
 from bottega.core.types import Loss
 from bottega.engines.jax.histograms import DeviceHistogram, compute_histograms
+from bottega.engines.jax.mesh import DeviceMesh
 from bottega.engines.jax.module_statistics import ModuleStatistics
 from bottega.engines.jax.optimizers import OptimizedParameter, State, compute_updates
 from bottega.models.jax_layers import Module, bind, forward_context
@@ -91,6 +92,7 @@ class StepBuilder:
     dtype: Any
     seed: int
     statistics: ModuleStatistics
+    mesh: DeviceMesh
 
     def build_train_step(
         self, trained_names: Sequence[str], *, has_histograms: bool
@@ -130,7 +132,10 @@ class StepBuilder:
         models = {name: bind(model, frozen[name]) for name, model in self.frozen_models.items()}
         models["model"] = bind(self.model, parameters) if model is None else model
         with forward_context(
-            dtype=self.dtype, dropout_key=dropout_key, checkpoints_blocks=self.training.gradient_checkpointing
+            dtype=self.dtype,
+            dropout_key=dropout_key,
+            checkpoints_blocks=self.training.gradient_checkpointing,
+            place=self.mesh.place_examples if self.mesh.num_devices > 1 else None,
         ):
             return (task or self.task).loss(models, batch, rng)
 
@@ -212,4 +217,9 @@ class StepBuilder:
         optimizer = {**state.optimizer, **{n: jax.tree.map(select, state.optimizer[n], s) for n, s in states.items()}}
         weight = 1 - inputs.average_decay
         average = {n: old + weight * (parameters[n] - old) for n, old in state.average.items()}
-        return state._replace(parameters=parameters, optimizer=optimizer, average=average)
+        shapes = {name: value.shape for name, value in parameters.items()}
+        return state._replace(
+            parameters=self.mesh.constrain(parameters),
+            optimizer=self.mesh.constrain_states(optimizer, shapes),
+            average=self.mesh.constrain(average),
+        )

@@ -28,6 +28,8 @@ class TorchBackend(Backend):
     def build_engine(self, task: Task, training: Training, **options: Any) -> Engine:
         from bottega.engines.torch.engine import TorchEngine
 
+        options.pop("mesh", None)  # the processes that a launcher has started are the mesh
+
         return TorchEngine(task, training, **{"rate": lambda step: 0.0, **options})
 
     def read_tensors(self, path: Path) -> Mapping[str, Any]:

@@ -24,6 +24,7 @@ from bottega.models.jax_layers import (
     checkpoint_block,
     dropout,
     get_compute_dtype,
+    place_examples,
 )
 from bottega.models.losses.jax import cap_logits, linear_cross_entropy
 
@@ -197,11 +198,11 @@ class Transformer(Module):
         x = self.model.embed_tokens(tokens)
         if get_compute_dtype() == jnp.bfloat16:
             x = x.astype(jnp.bfloat16)  # halves the memory traffic between blocks
-        x = dropout(x, self.shape.dropout)
+        x = place_examples(dropout(x, self.shape.dropout))
         new_cache: list[Any] = []
         for i, block in enumerate(self.model.layers):
             if cache is None:
-                x = checkpoint_block(lambda y, block=block: block(y, sequence)[0])(x)
+                x = place_examples(checkpoint_block(lambda y, block=block: block(y, sequence)[0])(x))
             else:
                 x, layer_cache = block(x, sequence, cache[i])
                 new_cache.append(layer_cache)

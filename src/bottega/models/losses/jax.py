@@ -78,7 +78,7 @@ def _compute_with_gradients(
 
     start = (jnp.zeros(()), jnp.zeros(weight.shape, jnp.float32))
     (total, grad_weight), grad_hidden = jax.lax.scan(add_chunk, start, _split(hidden, targets, num_chunks))
-    return total, (grad_hidden.reshape(hidden.shape), grad_weight, jnp.zeros((0,), weight.dtype))
+    return total, (grad_hidden.swapaxes(0, 1).reshape(hidden.shape), grad_weight, jnp.zeros((0,), weight.dtype))
 
 
 def _scale_gradients(
@@ -92,7 +92,8 @@ _sum_losses.defvjp(_compute_with_gradients, _scale_gradients)
 
 
 def _split(hidden: Array, targets: Array, num_chunks: int) -> tuple[Array, Array]:
-    return hidden.reshape(num_chunks, -1, hidden.shape[1]), targets.reshape(num_chunks, -1)
+    """Return every num_chunks-th row in one chunk: of rows that are split over devices, each device has a part of every chunk."""
+    return hidden.reshape(-1, num_chunks, hidden.shape[1]).swapaxes(0, 1), targets.reshape(-1, num_chunks).T
 
 
 def _compute_losses(rows: Array, matrix: Array, columns: Array, softcap: float | None) -> tuple[Array, Array, Array]:
