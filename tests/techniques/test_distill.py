@@ -37,7 +37,8 @@ from bottega.tasks.language.task import Language
 from bottega.tasks.recipes import load_recipe
 from bottega.techniques.call_recorder import CallRecorder, find_blocks, match_blocks
 from bottega.techniques.distill.apply import _hash_teacher
-from bottega.techniques.distill.torch import Distillation, hidden_state_distance, softened_binary_kl, softened_kl
+from bottega.techniques.distill.task import Distillation
+from bottega.techniques.distill.torch import hidden_state_distance, softened_binary_kl, softened_kl
 from bottega.techniques.injected_layers import hash_frozen
 from small_run import differing_tensors, read_tensors
 

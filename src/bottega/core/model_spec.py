@@ -27,6 +27,10 @@ def find_framework(model: Any) -> str:
     return str(getattr(model, "framework", "torch"))
 
 
+def _return_built(model: Any) -> Any:
+    return model
+
+
 Change = Callable[[Mapping[str, Any], int], None]
 """`change(models, seed)` modifies `models["model"]` in place after all models are built."""
 
@@ -71,7 +75,12 @@ class ModelSpec:
     @classmethod
     def of(cls, model: Any) -> ModelSpec:
         """Return the spec of a model that is already built, such as a teacher."""
-        return cls(lambda built: built, model)
+        return cls(_return_built, model)
+
+    @property
+    def is_built(self) -> bool:
+        """Whether `config` is the model itself."""
+        return self.architecture is _return_built
 
     def with_change(self, change: Change) -> ModelSpec:
         """Return the spec with one more change after the others."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from bottega.core.model_spec import ModelSpec, resolve_reference
+from bottega.core.model_spec import ModelSpec, find_framework, resolve_reference
 from bottega.models.folders.pretrained import fill_tensors
 from bottega.models.folders.resolve import resolve_model
 from bottega.models.jax_layers import Module
@@ -17,8 +19,23 @@ from bottega.models.jax_layers import Module
 FRAMEWORK = "jax"
 
 
+def has_jax_form(spec: ModelSpec) -> bool:
+    """Return whether a model is one of JAX already, or can be built in JAX from its parameters alone."""
+    if spec.parts or spec.changes:
+        return False
+    if spec.is_built:
+        return find_framework(spec.config) == FRAMEWORK
+    if not isinstance(spec.architecture, str) or "{framework}" not in spec.architecture:
+        return False
+    return find_spec(spec.architecture.format(framework=FRAMEWORK).partition(":")[0]) is not None
+
+
 def build_abstract_model(spec: ModelSpec) -> Module:
     """Return a model whose parameters have shapes and dtypes, but no values."""
+    if spec.is_built:
+        graph, state = nnx.split(spec.config)
+        built: Module = nnx.merge(graph, jax.eval_shape(lambda values: values, state))
+        return built
     architecture = resolve_reference(spec.architecture, FRAMEWORK)
 
     def build() -> Module:
@@ -37,11 +54,13 @@ def build_model(spec: ModelSpec, seed: int) -> Module:
     return model
 
 
-def draw_weights(spec: ModelSpec, model: Module, seed: int) -> dict[str, np.ndarray]:
-    """Return the weights that a model starts with, on the host, by name.
+def draw_weights(spec: ModelSpec, model: Module, seed: int) -> dict[str, Any]:
+    """Return the weights that a model starts with, by name: on the host, or where they are if it is built already.
 
     `load` of a spec, if it has a form in JAX, is `load(shapes, folder)` and returns the weights of the folder by name.
     """
+    if spec.is_built:
+        return dict(spec.config.named_parameters())
     shapes = {name: variable.shape for name, variable in model.variables().items()}
     values: dict[str, np.ndarray] = {}
     if spec.pretrained is None or spec.starts_initial:

@@ -134,17 +134,26 @@ class SavedRun:
         return exporter.export(Path(folder) if folder is not None else None)
 
 
-def open_run(path: Path, *, checkpoint: str | int = "best", device: str = "auto", needs_best: bool = False) -> SavedRun:
+def open_run(
+    path: Path,
+    *,
+    checkpoint: str | int = "best",
+    device: str = "auto",
+    needs_best: bool = False,
+    engine: str | None = None,
+) -> SavedRun:
     """Verify, rebuild and load a run, or one of its checkpoints given by path, with averaged weights if the run has them.
 
     If the best checkpoint is missing or damaged, the newest valid one is used with a warning; with `needs_best` that is an
-    error.
+    error. `engine` opens it in another framework than it was trained in.
     """
     path, checkpoint = resolve_run_and_checkpoint(path, checkpoint)
     if path.is_file():
         raise CheckpointError(f"{path} is a file; give the run's directory (pickled checkpoints are never read)")
     directory = RunDirectory(path).must_exist()
     recipe = load_saved_recipe(directory.recipe)
+    if engine is not None:
+        recipe = recipe.model_copy(update={"engine": engine})
     backend = open_backend(recipe.engine)
     folder, manifest, progress, weights = _read_checkpoint(
         directory, str(checkpoint), backend.read_tensors, needs_best=needs_best
@@ -159,6 +168,10 @@ def open_run(path: Path, *, checkpoint: str | int = "best", device: str = "auto"
     technique = find_injection(recipe)
     injected: InjectedTask | None = None
     if technique is not None:
+        if recipe.engine == "jax":
+            raise UsageError(
+                f"{directory.path}: engine: jax has no {technique.name}; export the run, and give the folder of its export"
+            )
         from bottega.techniques.apply_injection import build_injected_task  # imports torch
 
         injected = build_injected_task(workload.task, technique, workload_task=workload.task)
@@ -166,8 +179,8 @@ def open_run(path: Path, *, checkpoint: str | int = "best", device: str = "auto"
     if recipe.data.mixture == "sequence":  # the same metrics as in training
         task = PerSourceMetrics(inner=task, names=tuple(get_source_names(recipe.data.sources or ())))
     backend.limit_threads(recipe.cpu_threads)
-    engine = backend.build_engine(task, training, seed=recipe.seed, device=device)
-    base_hash = injected.hash_base(engine.model) if injected is not None else None
+    built = backend.build_engine(task, training, seed=recipe.seed, device=device)
+    base_hash = injected.hash_base(built.model) if injected is not None else None
     expected_hash = (manifest.fingerprint.get("frozen") or {}).get(BASE)
     if base_hash != expected_hash:
         from_ = getattr(recipe.model, "from_", None)
@@ -175,8 +188,8 @@ def open_run(path: Path, *, checkpoint: str | int = "best", device: str = "auto"
             f"{directory.path}: model.from {from_} is not the base model that this run was trained with "
             f"({str(expected_hash)[:12]}, now {str(base_hash)[:12]}); restore it"
         )
-    engine.load_weights(weights, folder)
-    return SavedRun(directory, folder, recipe, workload, engine, progress, injected, base_hash)
+    built.load_weights(weights, folder)
+    return SavedRun(directory, folder, recipe, workload, built, progress, injected, base_hash)
 
 
 def resolve_run_and_checkpoint(path: Path, checkpoint: str | int = "best") -> tuple[Path, str]:

@@ -6,10 +6,9 @@ change, so the base model is loaded, grouped, hashed and exported as if nothing 
 
 from __future__ import annotations
 
-import hashlib
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,6 +20,7 @@ from bottega.core.model_spec import ModelSpec
 from bottega.core.task import Task
 from bottega.core.types import Models
 from bottega.similar_names import find_similar_names
+from bottega.techniques.tensor_hashes import combine_hashes, hash_tensor
 from bottega.techniques.wrapped_task import WrappedTask
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -142,15 +142,9 @@ def hash_frozen_tensors(model: nn.Module, is_trainable: Callable[[str], bool]) -
     hashes = dict[str, str]()
     for name, tensor in sorted(model.state_dict().items()):
         if not is_trainable(name):
-            digest = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}\n".encode())
-            digest.update(memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
-            hashes[name] = digest.hexdigest()
+            values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            hashes[name] = hash_tensor(str(tensor.dtype), tensor.shape, values)
     return hashes
-
-
-def combine_hashes(hashes: Mapping[str, str]) -> str:
-    """Return one SHA-256 over hashes and their names."""
-    return hashlib.sha256("".join(f"{name} {digest}\n" for name, digest in hashes.items()).encode()).hexdigest()
 
 
 def is_in_block(name: str) -> bool:

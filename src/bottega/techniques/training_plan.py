@@ -17,7 +17,7 @@ from bottega.data.sources.source import Source
 from bottega.tasks.workload import Workload
 
 OpenRun = Callable[..., Any]
-"""`open_run(path, device=...)` of bottega.run.saved, which techniques do not import, because it applies techniques itself."""
+"""`open_run(path, device=..., engine=...)` of bottega.run.saved, which techniques do not import, because it applies techniques itself."""
 
 
 class TrainStartHook(Protocol):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 from bottega.config.training import Training
 from bottega.core.errors import UsageError
-from bottega.core.model_spec import ModelSpec, Reference
+from bottega.core.model_spec import ModelSpec
 from bottega.core.task import Task
+from bottega.models.jax_build import has_jax_form
 
 AVAILABLE = (
     "language (dense transformers), image, audio and video (diffusion transformers), classify (cnn, transformer, and the "
@@ -32,17 +31,6 @@ def describe_missing_form(task: Task) -> str | None:
                 "use engine=torch"
             )
     return None
-
-
-def has_jax_form(spec: ModelSpec) -> bool:
-    """Return whether a model can be built in JAX, from its parameters alone."""
-    return not spec.parts and not spec.changes and _is_available(spec.architecture)
-
-
-def _is_available(reference: Reference) -> bool:
-    if not isinstance(reference, str) or "{framework}" not in reference:
-        return False
-    return find_spec(reference.format(framework="jax").partition(":")[0]) is not None
 
 
 def _name_architecture(spec: ModelSpec) -> str:

@@ -4,38 +4,34 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from pydantic import ValidationError
 
 from bottega.config.recipe import Recipe
 from bottega.core.errors import BottegaError, UsageError
+from bottega.core.model_spec import find_framework, resolve_reference
 from bottega.core.rundir import is_run
-from bottega.core.task import Task
 from bottega.data.audio.mel import MelProcessor
 from bottega.data.text.tokenizer import Tokenizer
-from bottega.models.build import build_models
 from bottega.models.folders.pretrained import read_decoder_shape
 from bottega.models.folders.resolve import detect_folder_kind
-from bottega.models.text_classifier.pretrained import read_pretrained_shape
 from bottega.tasks.classify import media_workload as classify
 from bottega.tasks.classify import text_workload as text_classify
 from bottega.tasks.classify.media_workload import MediaClassifyWorkload
 from bottega.tasks.classify.task import Classification
 from bottega.tasks.classify.text_workload import TextClassifyWorkload
-from bottega.tasks.generation.code_language import CodeLanguage
 from bottega.tasks.generation.task import Generation
 from bottega.tasks.generation.workload import GenerationWorkload
 from bottega.tasks.language.task import Language
 from bottega.tasks.language.workload import LanguageWorkload
 from bottega.tasks.workload import Workload
 from bottega.techniques.distill.config import DistillOptions
-from bottega.techniques.distill.torch import Distillation, Form
-from bottega.techniques.injected_layers import hash_frozen
+from bottega.techniques.distill.task import Distillation, Form
 from bottega.techniques.training_plan import OpenRun, TrainingPlan
 
 KEY = "techniques.distill.teacher"
@@ -48,7 +44,8 @@ NORMALISE, SPECTROGRAMS = "normalise", "spectrograms"
 class Teacher:
     """A teacher model; `metadata` must equal the student's, and `max_tokens` is the longest text it reads."""
 
-    model: torch.nn.Module
+    model: Any
+    """Of the framework of the engine."""
     metadata: Mapping[str, Any]
     max_tokens: int | None
     processor: Path
@@ -57,7 +54,7 @@ class Teacher:
 
 def apply(plan: TrainingPlan, options: DistillOptions, recipe: Recipe, workload: Workload) -> TrainingPlan:
     """Return the plan with a teacher's outputs as targets in addition to the data."""
-    form = _choose_output_form(workload.task, recipe)
+    form = _choose_output_form(workload, recipe)
     assert plan.open_run is not None, "set by apply_techniques"
     teacher = _open_teacher(options.teacher, recipe, workload, open_run=plan.open_run)
     _check_compatible(teacher, workload, name=options.teacher)
@@ -69,8 +66,9 @@ def apply(plan: TrainingPlan, options: DistillOptions, recipe: Recipe, workload:
         alpha=options.alpha,
         hidden=options.hidden,
         padding="attention_mask" if isinstance(workload, TextClassifyWorkload) else None,
+        max_tokens=teacher.max_tokens,
     )
-    num_parameters = sum(parameter.numel() for parameter in teacher.model.parameters())
+    num_parameters = sum(math.prod(value.shape) for value in dict(teacher.model.named_parameters()).values())
     return replace(
         plan,
         task=task,
@@ -80,22 +78,23 @@ def apply(plan: TrainingPlan, options: DistillOptions, recipe: Recipe, workload:
     )
 
 
-def _hash_teacher(teacher: torch.nn.Module) -> str:
+def _hash_teacher(teacher: Any) -> str:
     """Return a hash of the teacher's weights and shape; the path of its folder does not change it.
 
     The shape is included because the weights alone do not determine it: the number of heads, for example.
     """
-    weights = hash_frozen(teacher, lambda name: False)
-    return hashlib.sha256(f"{getattr(teacher, 'shape', '')} {weights}".encode()).hexdigest()
+    hash_weights = resolve_reference("bottega.techniques.distill.{framework}:hash_weights", find_framework(teacher))
+    return hashlib.sha256(f"{getattr(teacher, 'shape', '')} {hash_weights(teacher)}".encode()).hexdigest()
 
 
-def _choose_output_form(task: Task, recipe: Recipe) -> Form:
+def _choose_output_form(workload: Workload, recipe: Recipe) -> Form:
+    task = workload.task
     if isinstance(task, Classification):
         return "labels" if task.multi_label else "classes"
-    if isinstance(task, Language | CodeLanguage):
-        return "tokens"
     if isinstance(task, Generation):
         return "values"
+    if isinstance(task, Language) or isinstance(workload, GenerationWorkload):  # text, or the codes of a medium
+        return "tokens"
     raise UsageError(
         f"techniques: distill does not support {recipe.task}; it supports classifiers, language models and generators"
     )
@@ -116,9 +115,9 @@ def _open_teacher(name: str, recipe: Recipe, workload: Workload, *, open_run: Op
         raise UsageError(f"{KEY}: {name} does not exist; give a run, needs.NAME or the folder of a model")
     try:
         if not is_run(folder):
-            return _read_model_folder(folder, workload)
+            return _read_model_folder(folder, workload, framework=recipe.engine)
         # On the student's device: with several processes, the first engine decides the communication backend.
-        run = open_run(folder, device=recipe.device)
+        run = open_run(folder, device=recipe.device, engine=recipe.engine)
     except BottegaError as error:
         named_error = type(error)(f"{KEY}: {str(error).removeprefix('model.from: ')}")
         named_error.code = error.code
@@ -134,7 +133,7 @@ def _describe_task(recipe: Recipe) -> str:
     return f"{recipe.task} of {recipe.data.input}" if recipe.task == "classify" else recipe.task  # type: ignore[attr-defined]
 
 
-def _read_model_folder(folder: Path, workload: Workload) -> Teacher:
+def _read_model_folder(folder: Path, workload: Workload, *, framework: str) -> Teacher:
     """Open a model folder of transformers, or an exported run."""
     if detect_folder_kind(folder) == "adapter":
         raise UsageError(f"{folder} is an adapter, not a complete model; give the run that it was exported from")
@@ -144,9 +143,10 @@ def _read_model_folder(folder: Path, workload: Workload) -> Teacher:
         raise UsageError(
             f"{folder} is neither a run nor the folder of a model: it has neither recipe.yaml nor config.json"
         )
+    build_teacher = resolve_reference("bottega.techniques.distill.{framework}:build_teacher", framework)
     if isinstance(workload, LanguageWorkload):
         shape = read_decoder_shape(folder)
-        model = build_models(Language(shape=shape, pretrained=str(folder)), 0)["model"]
+        model = build_teacher(Language(shape=shape, pretrained=str(folder)))
         metadata = {TOKENIZER: Tokenizer.load(folder).fingerprint, VOCAB_SIZE: shape.vocab_size}
         return Teacher(model, metadata, shape.context, folder)
     config = _read_config(folder)
@@ -158,7 +158,7 @@ def _read_model_folder(folder: Path, workload: Workload) -> Teacher:
         )
     except (KeyError, TypeError, ValueError, ValidationError):
         raise UsageError(f"{folder}: config.json does not describe a classifier like the student's") from None
-    model = build_models(task.model_copy(update={"pretrained": str(folder)}), 0)["model"]
+    model = build_teacher(task.model_copy(update={"pretrained": str(folder)}))
     return Teacher(model, metadata, getattr(task.shape, "max_positions", None), folder)
 
 
@@ -181,6 +181,8 @@ def _read_text_classifier(
         return task, {TOKENIZER: tokenizer, MULTI_LABEL: task.multi_label, CLASSES: tuple(config["classes"])}
     if not str((config.get("architectures") or [""])[0]).endswith("ForSequenceClassification"):
         raise UsageError(f"{folder} is an encoder without a classifier; fine-tune it first, and give that run")
+    from bottega.models.text_classifier.pretrained import read_pretrained_shape  # imports torch
+
     is_multi_label = config.get("problem_type") == "multi_label_classification"
     names = tuple(str(name) for _, name in sorted(config["id2label"].items(), key=lambda item: int(item[0])))
     shape = read_pretrained_shape(folder, names, multi_label=is_multi_label)

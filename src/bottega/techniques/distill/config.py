@@ -30,4 +30,5 @@ SPEC = TechniqueSpec(
             option="hidden",
         ),
     ),
+    jax_values={"hidden": (0.0,)},
 )

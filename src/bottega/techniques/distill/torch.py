@@ -1,4 +1,4 @@
-"""Knowledge distillation (Hinton et al., 2015) for any task that calls its model once.
+"""The loss of distillation in torch, from the outputs and the hidden states of student and teacher.
 
 B batch   T tokens   K classes   N positions   D, E widths of student and teacher
 """
@@ -6,112 +6,85 @@ B batch   T tokens   K classes   N positions   D, E widths of student and teache
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from bottega.core.errors import UsageError
-from bottega.core.model_spec import ModelSpec
 from bottega.core.noise import Noise
+from bottega.core.task import Task
 from bottega.core.types import Batch, Loss, Models, Sums
+from bottega.models.build import build_models
 from bottega.techniques.call_recorder import CallRecorder, ModelCall, find_blocks, match_blocks, record_activations
-from bottega.techniques.wrapped_task import WrappedTask
+from bottega.techniques.distill.task import TEACHER, Distillation
+from bottega.techniques.injected_layers import hash_frozen
 
-Form = Literal["classes", "labels", "tokens", "values"]
-"""Output of a model: one of several classes, independent labels, the next token, or values such as a velocity."""
-TEACHER = "distill.teacher"
 MAX_POSITIONS = 512
 """Maximum number of positions whose pairwise similarities are compared: for 64 x 64 positions of an image they would take 67
 MB a sample."""
 
 
-class Distillation(WrappedTask):
-    """A task whose loss also compares the student's output with that of a frozen teacher called with the same inputs.
+def build_teacher(task: Task) -> nn.Module:
+    """Return the model of a task, with its pretrained weights."""
+    model: nn.Module = build_models(task, 0)["model"]
+    return model
 
-    The teacher is neither wrapped nor compiled.
-    """
 
-    form: Form
-    teacher: Any
-    """The torch module, with its weights."""
-    temperature: float = 2.0
-    alpha: float = 0.5
-    hidden: float = 0.0
-    padding: str | None = None
-    """The field of a batch, `(B, N)`, that is 0 for padding positions; None without padding."""
+def hash_weights(model: nn.Module) -> str:
+    """Return one SHA-256 over all tensors of a model."""
+    return hash_frozen(model, lambda name: False)
 
-    @property
-    def needs_unwrapped_model(self) -> bool:  # type: ignore[override]
-        """Whether activations of blocks are recorded, which needs the plain modules."""
-        return self.hidden > 0 or self.inner.needs_unwrapped_model
 
-    @property
-    def term_names(self) -> tuple[str, ...]:
-        """Names of the added loss terms, which are reported as metrics too."""
-        return ("distill", "hidden") if self.hidden else ("distill",)
+def require_blocks(models: Mapping[str, nn.Module]) -> None:
+    """Raise UsageError if a model, by its role, has no sequence of blocks whose states can be compared."""
+    for role, model in models.items():
+        if not find_blocks(model):
+            raise UsageError(
+                f"techniques.distill.hidden: {role} is a {type(model).__name__}, which has no sequence of blocks; set it to 0"
+            )
 
-    def specs(self) -> dict[str, ModelSpec]:
-        specs = self.inner.specs()
-        student = specs["model"].with_change(self._check_blocks) if self.hidden else specs["model"]
-        return {**specs, "model": student, TEACHER: ModelSpec.of(self.teacher)}
 
-    def _check_blocks(self, models: Models, seed: int) -> None:
-        for role, model in (("the student", models["model"]), ("the teacher", self.teacher)):
-            if not find_blocks(model):
-                raise UsageError(
-                    f"techniques.distill.hidden: {role} is a {type(model).__name__}, which has no sequence of blocks; set "
-                    "it to 0"
-                )
+def compute_loss(task: Distillation, models: Models, batch: Batch, rng: Noise) -> Loss:
+    """Return the loss of the data and of the teacher, weighted by alpha."""
+    student, teacher = models["model"], models[TEACHER]
+    if student.training and not task.alpha and not task.hidden:
+        # With weight 0 the teacher is only evaluated; training steps do not call it.
+        return task.inner.loss(models, batch, rng)
+    recorder = CallRecorder(student, computes_token_loss=task.form == "tokens")
+    pairs = match_blocks(find_blocks(student), find_blocks(teacher)) if task.hidden else []
+    with record_activations([student_block for student_block, _ in pairs]) as student_states:
+        output = task.inner.loss({**models, "model": recorder}, batch, rng)
+    with torch.no_grad(), record_activations([teacher_block for _, teacher_block in pairs]) as teacher_states:
+        teacher_output = recorder.single_call.replay_on(teacher)
+    example_mask = batch["weight"] > 0 if "weight" in batch else None
+    terms = {name: (total, weight * (1 - task.alpha)) for name, (total, weight) in output.terms.items()}
+    distances, mask = _compute_distances(task, recorder.single_call, teacher_output, example_mask)
+    added_sums: Sums = {"distill": _masked_sum(distances, mask)}
+    terms["distill"] = (added_sums["distill"][0], task.alpha)
+    if task.hidden:
+        position_mask = batch[task.padding] > 0 if task.padding is not None else recorder.single_call.target_mask
+        block_distances = [
+            hidden_state_distance(student_states[i], teacher_states[i], position_mask) for i in range(len(pairs))
+        ]
+        added_sums["hidden"] = _masked_sum(torch.stack(block_distances).mean(0), example_mask)
+        terms["hidden"] = (added_sums["hidden"][0], task.hidden)
+    added_metrics = {name: (total.detach(), count) for name, (total, count) in added_sums.items()}
+    return output._replace(terms=terms, metrics={**output.metrics, **added_metrics})
 
-    def counts(self, batch: Batch) -> Mapping[str, float]:
-        """Return the counts of the inner task and of the added terms, which ignore class weights."""
-        inner_counts, num_examples = self.inner.counts(batch), _count_examples(batch)
-        return {
-            **inner_counts,
-            **dict.fromkeys(self.term_names, num_examples),
-            **({"distill": inner_counts["loss"]} if self.form == "tokens" else {}),
-        }
 
-    def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
-        student, teacher = models["model"], models[TEACHER]
-        if student.training and not self.alpha and not self.hidden:
-            # With weight 0 the teacher is only evaluated; training steps do not call it.
-            return self.inner.loss(models, batch, rng)
-        recorder = CallRecorder(student, computes_token_loss=self.form == "tokens")
-        pairs = match_blocks(find_blocks(student), find_blocks(teacher)) if self.hidden else []
-        with record_activations([student_block for student_block, _ in pairs]) as student_states:
-            output = self.inner.loss({**models, "model": recorder}, batch, rng)
-        with torch.no_grad(), record_activations([teacher_block for _, teacher_block in pairs]) as teacher_states:
-            teacher_output = recorder.single_call.replay_on(teacher)
-        example_mask = batch["weight"] > 0 if "weight" in batch else None
-        terms = {name: (total, weight * (1 - self.alpha)) for name, (total, weight) in output.terms.items()}
-        distances, mask = self._compute_distances(recorder.single_call, teacher_output, example_mask)
-        added_sums: Sums = {"distill": _masked_sum(distances, mask)}
-        terms["distill"] = (added_sums["distill"][0], self.alpha)
-        if self.hidden:
-            position_mask = batch[self.padding] > 0 if self.padding is not None else recorder.single_call.target_mask
-            block_distances = [
-                hidden_state_distance(student_states[i], teacher_states[i], position_mask) for i in range(len(pairs))
-            ]
-            added_sums["hidden"] = _masked_sum(torch.stack(block_distances).mean(0), example_mask)
-            terms["hidden"] = (added_sums["hidden"][0], self.hidden)
-        added_metrics = {name: (total.detach(), count) for name, (total, count) in added_sums.items()}
-        return output._replace(terms=terms, metrics={**output.metrics, **added_metrics})
-
-    def _compute_distances(
-        self, call: ModelCall, teacher_output: Tensor, example_mask: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the distance of each example `(B,)` or token `(B, T)`, and the mask of those that count."""
-        if self.form == "values":
-            return (call.output.float() - teacher_output.float()).square().flatten(1).mean(1), example_mask
-        if self.form == "labels":
-            return softened_binary_kl(call.output, teacher_output, self.temperature), example_mask
-        return softened_kl(
-            call.output, teacher_output, self.temperature
-        ), call.target_mask if self.form == "tokens" else example_mask
+def _compute_distances(
+    task: Distillation, call: ModelCall, teacher_output: Tensor, example_mask: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the distance of each example `(B,)` or token `(B, T)`, and the mask of those that count."""
+    if task.form == "values":
+        return (call.output.float() - teacher_output.float()).square().flatten(1).mean(1), example_mask
+    if task.form == "labels":
+        return softened_binary_kl(call.output, teacher_output, task.temperature), example_mask
+    return softened_kl(
+        call.output, teacher_output, task.temperature
+    ), call.target_mask if task.form == "tokens" else example_mask
 
 
 def softened_kl(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
@@ -164,10 +137,3 @@ def _masked_sum(values: Tensor, mask: Tensor | None) -> tuple[Tensor, Any]:
     if mask is None:
         return values.sum(), float(values.numel())
     return torch.where(mask, values, 0.0).sum(), mask.float().sum()
-
-
-def _count_examples(batch: Batch) -> float:
-    """Return the number of examples of a host batch that are not padding."""
-    if "weight" in batch:
-        return float((np.asarray(batch["weight"]) > 0).sum())
-    return float(next(len(value) for value in batch.values() if np.ndim(value)))

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from bottega.core.errors import CheckpointError, UsageError
 from bottega.models.folders.json_object import read_json_object
 from bottega.models.text_classifier.pretrained import PretrainedClassifier
-from bottega.techniques.injected_layers import InjectedTask, combine_hashes, list_name_suffixes
+from bottega.techniques.injected_layers import InjectedTask, list_name_suffixes
+from bottega.techniques.tensor_hashes import combine_hashes
 
 if TYPE_CHECKING:
     from bottega.techniques.lora.torch import Lora
