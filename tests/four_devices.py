@@ -53,4 +53,4 @@ def compare_meshes(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(compare_meshes(Path(sys.argv[1]))))
+    sys.stdout.write(json.dumps(compare_meshes(Path(sys.argv[1]))) + "\n")

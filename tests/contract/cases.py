@@ -102,6 +102,10 @@ def classify_wide(folder: Path) -> dict[str, Any]:
     return {**classify_cnn(folder), "model.wide": True, "model.num_buckets": 512}
 
 
+SLOW = (pytest.mark.slow,)
+"""JAX compiles each case for seconds: `make test` has one of them, the campaigns have all."""
+
+
 @dataclass(frozen=True)
 class Case:
     engine: str
@@ -177,6 +181,22 @@ CASES = [
     Case("torch", "multitask", "multitask", small_multitask.settings),
     Case("torch", "multitask", "routing/mind", small_routing_mind.settings),
     Case("jax", "language", "language/shakespeare", language),
+    Case(
+        "jax",
+        "language",
+        "language/shakespeare",
+        decoder_of_kind(
+            "transformer", activation="relu2", value_embeddings=True, logit_softcap=15.0, zero_init_residual=True
+        ),
+        kind="speedrun",
+        marks=SLOW,
+    ),
+    Case("jax", "classify", "classify/cnn", classify_cnn, marks=SLOW),
+    Case("jax", "classify", "classify/transformer", small_texts.settings, marks=SLOW),
+    Case("jax", "classify", "classify/image", classify_image, marks=SLOW),
+    Case("jax", "image", "image", image, marks=SLOW),
+    Case("jax", "audio", "audio", audio, marks=SLOW),
+    Case("jax", "video", "video", video, marks=SLOW),
 ]
 
 

@@ -105,3 +105,43 @@ def test_derived_keys_are_distinct_and_stable() -> None:
     assert 0 <= derive_seed("any", 5) < 2**63
     assert numpy_generator(0, "w").standard_normal(3).tolist() == numpy_generator(0, "w").standard_normal(3).tolist()
     assert numpy_generator(0, "w").standard_normal() != numpy_generator(0, "v").standard_normal()
+
+
+@pytest.mark.parametrize(("counter", "key", "result"), KNOWN_ANSWERS)
+def test_threefry_in_jax_matches_the_published_answers(counter: Any, key: Any, result: Any) -> None:
+    """With 32-bit integers, which is all that JAX has by default."""
+    import jax.numpy as jnp
+
+    words = tuple(jnp.uint32(word) for word in key), tuple(jnp.uint32(word) for word in counter)
+    x, y = threefry(*words, mask=np.uint32(0xFFFFFFFF))
+    assert (int(x), int(y)) == result
+
+
+def test_jax_draws_the_words_and_uniforms_of_numpy() -> None:
+    from bottega.models.jax_noise import JaxNoise
+
+    for seed, step, positions in ((0, 0, [0, 1, 5]), (2**62, 123_456, [2**32 - 1, 7])):
+        host = Noise(seed, step, np.array(positions))
+        device = JaxNoise.of_step(seed, step, np.array(positions, np.uint32), ["time"])
+        for ours, theirs in zip(device.bits("time", 5), host.bits("time", 5), strict=True):
+            np.testing.assert_array_equal(np.asarray(ours, np.int64), theirs)
+        np.testing.assert_array_equal(device.uniform("time", (2, 3)), host.uniform("time", (2, 3)))
+        np.testing.assert_allclose(device.normal("time", (400,)), host.normal("time", (400,)), rtol=0, atol=5e-6)
+
+
+def test_keys_of_jax_noise_are_arguments_of_a_jitted_function() -> None:
+    """A key that is computed while tracing would make the noise of all steps the same."""
+    import jax
+
+    from bottega.models.jax_noise import JaxNoise, derive_noise_keys
+
+    @jax.jit
+    def draw(positions: Any, keys: Any) -> Any:
+        return JaxNoise(0, 0, positions, keys=keys).uniform("time", (3,))
+
+    positions = np.arange(4, dtype=np.uint32)
+    for step in (0, 1):
+        expected = Noise(7, step, np.arange(4)).uniform("time", (3,))
+        np.testing.assert_array_equal(draw(positions, derive_noise_keys(7, step, ["time"])), expected)
+    with pytest.raises(AssertionError, match="noise_names of the task lacks other"):
+        JaxNoise.of_step(0, 0, positions, ["time"]).uniform("other")

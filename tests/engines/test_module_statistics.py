@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from bottega.core.engine import Inspection
 from bottega.core.model_spec import Initial, ModelSpec
 from bottega.core.types import Batch
+from bottega.engines.module_groups import group_by_module
 from bottega.engines.torch.engine import TorchEngine
 from bottega.engines.torch.histograms import NUM_BINS, compute_histogram, fetch_histograms
-from bottega.engines.module_groups import group_by_module
 from bottega.engines.torch.module_statistics import MAX_SAMPLED_ELEMENTS, choose_stride
 from bottega.engines.torch.step_inspection import StepInspector, TimeBudget
 from bottega.techniques.lora.torch import Lora
