@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+import bottega
 import small_run
 import small_texts
 from both_engines import Subject, assert_same_metrics, build_both, find_largest_difference
@@ -81,3 +86,51 @@ def test_metrics_of_each_source_equal_torch(tmp_path: Path) -> None:
     expected, actual = torch_side.evaluate(), jax_side.evaluate()
     assert {"early/accuracy", "late/loss"} <= actual.keys()
     assert actual == pytest.approx(expected, rel=1e-5)
+
+
+# Runs
+
+TRAIN = """
+import json, sys, bottega
+print(sorted(bottega.train("language/shakespeare", json.loads(sys.argv[1])).metrics))
+print(sorted({"torch", "transformers"} & {*sys.modules}))
+"""
+
+
+def test_a_run_with_ewc_and_distill_never_imports_torch(tmp_path: Path) -> None:
+    """A sequence with EWC and replay, metrics per source, a matrix of forgetting, and a teacher that torch has trained."""
+    sequence = {**language(tmp_path), "training.max_steps": 4}
+    teacher = bottega.train("language/shakespeare", {**sequence, "name": "teacher"}).path
+    distill = {"name": "distill", "options": {"teacher": str(teacher)}}
+    student = {**sequence, "engine": "jax", "name": "student", "techniques": [*EWC_AND_REPLAY, distill]}
+    environment = small_run.environment(XLA_FLAGS="--xla_backend_optimization_level=0")  # compiled faster
+    code = [sys.executable, "-c", TRAIN, json.dumps(student)]
+    done = subprocess.run(code, env=environment, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr
+    metrics, modules = [line for line in done.stdout.splitlines() if line.startswith("[")]
+    for name in ("source-0/distill", "source-1/loss", "forgetting"):
+        assert repr(name) in metrics
+    assert modules == "[]"
+    matrix = json.loads((tmp_path / "student" / "forgetting.json").read_text())
+    assert np.isfinite(matrix["matrix"]).all()
+
+
+REFUSED = {
+    "techniques=[lora]": "techniques: engine: jax has no lora; it has distill, ewc, replay; use engine=torch",
+    "techniques=[adapter]": "techniques: engine: jax has no adapter; it has distill, ewc, replay; use engine=torch",
+    "techniques=[maml]": "techniques: engine: jax has no maml; it has distill, ewc, replay; use engine=torch",
+    "techniques=[plasticity]": "techniques: engine: jax has no plasticity; it has distill, ewc, replay; use engine=torch",
+    "techniques=[{name: distill, options: {teacher: FOLDER, hidden: 0.5}}]": (
+        "techniques.distill.hidden: engine: jax has no 0.5; it has 0.0; use engine=torch"
+    ),
+}
+
+
+@pytest.mark.parametrize(("setting", "message"), REFUSED.items())
+def test_techniques_without_a_jax_form_are_refused_in_one_line(setting: str, message: str, tmp_path: Path) -> None:
+    text = small_run.write_text(tmp_path / "text.txt")
+    setting = setting.replace("FOLDER", str(tmp_path))
+    done = small_run.run_bottega(small_run.train_arguments(tmp_path, text, "engine=jax", setting))
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.strip().splitlines() == [f"bottega: {message}"]
+    assert not (tmp_path / "run").exists()
