@@ -46,13 +46,17 @@ class Subject:
         return dict(evaluate(self.engine, iter_eval_batches(self.plan.validation, 5)))
 
     def state(self) -> dict[str, np.ndarray]:
-        """Return a copy of everything in a checkpoint, as `file/name` -> array."""
-        files = self.engine.snapshot().files()
-        return {f"{file}/{name}": array.copy() for file, arrays in files.items() for name, array in arrays.items()}
+        return copy_state(self.engine)
 
     def save(self, folder: Path, step: int) -> Path:
         files = self.engine.snapshot().files()
         return checkpoint.write(folder, step=step, files=files, progress={"step": step}, fingerprint={})
+
+
+def copy_state(engine: Any) -> dict[str, np.ndarray]:
+    """Return a copy of everything in a checkpoint of either engine, as `file/name` -> array."""
+    files = engine.snapshot().files()
+    return {f"{file}/{name}": array.copy() for file, arrays in files.items() for name, array in arrays.items()}
 
 
 def build_both(recipe: str, settings: Mapping[str, Any]) -> tuple[Subject, Subject]:

@@ -17,61 +17,17 @@ from bottega.callbacks.stability import Stability
 from bottega.core import checkpoint
 from bottega.core.callback import Callback, Progress
 from bottega.core.errors import Diverged
-from bottega.core.saver import Saver
-from bottega.core.trainer import BestMetric, Cadences, Trainer
+from bottega.core.trainer import BestMetric, Cadences
 from bottega.data.loading.loader import iter_eval_batches
-from bottega.engines.nonfinite import MAX_SKIPPED_UPDATES, NonfiniteRecovery
+from bottega.engines.nonfinite import MAX_SKIPPED_UPDATES
 from bottega.engines.torch import optimizers
 from bottega.metrics_log import read_metrics
 from bottega.techniques.ewc.task import Ewc
+from nonfinite_trial import BAD, Trial, bad_step
 from small_run import differing_tensors
 from toy_task import Toy, copy_state, engine, loader, source, train_steps, training
 
 OPTIMIZERS = ["adamw", "adam", "sgd", "muon", "lion", "adafactor"]
-BAD = 11
-
-
-def bad_step() -> int:
-    """Return the step, counted from 0, whose batch contains the bad sample."""
-    batches = loader(source(bad=BAD), of=engine())
-    return next(step for step in range(5) if BAD in batches.indices(step)[0])
-
-
-class Trial:
-    """A run over data with one bad sample."""
-
-    def __init__(
-        self, folder: Path, policy: str, *, log: int = 1, save: int = 2, total: int = 10, **changes: Any
-    ) -> None:
-        self.folder = folder
-        self.engine = engine(training(on_nonfinite=policy, **changes), task=Toy(dropout=0.2), micro=4)
-        self.loader = loader(source(bad=BAD), of=self.engine)
-        self.warned: list[str] = []
-        self.saver = Saver(
-            folder / "checkpoints", keep=3, fingerprint={}, announce=lambda p, path: None, warn=self.warned.append
-        )
-        self.recovery = NonfiniteRecovery(
-            engine=self.engine,
-            loader=self.loader,
-            saver=self.saver,
-            policy=policy,
-            folder=folder / "nonfinite",
-            warn=self.warned.append,
-        )
-        self.progress = Progress(total=total)
-        self.cadences = Cadences(log=log, save=save)
-
-    def run(self, *callbacks: Callback, **options: Any) -> Progress:
-        return Trainer(
-            engine=self.engine,
-            batches=self.loader,
-            progress=self.progress,
-            cadences=self.cadences,
-            saver=self.saver,
-            callbacks=callbacks,
-            recover=self.recovery,
-            **options,
-        ).run()
 
 
 @pytest.mark.parametrize("log", [1, 4, 10], ids=["detected at once", "detected later", "detected at the end"])
