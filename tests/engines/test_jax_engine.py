@@ -177,3 +177,27 @@ def test_memory_and_parts_of_a_plan_are_those_of_torch() -> None:
     assert ours == theirs._replace(weights=ours.weights, optimizer=ours.optimizer)
     assert ours.optimizer == pytest.approx(theirs.optimizer, rel=1e-6)  # it has the step counts too
     assert our_parts == parts
+
+
+def test_auto_halves_the_micro_batch_until_the_compiled_step_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bottega.engines.jax import micro_batches
+
+    engine, loader = build(tmp_path, **{"training.micro_batch_size": "auto", "training.batch_size": 8})
+    batch = next(loader(0))
+    whole = micro_batches.count_bytes(engine.analyse_step(batch))
+    monkeypatch.setattr(micro_batches, "find_memory_limit", lambda engine: whole)  # 5 % too little
+    engine.train_step(0, batch)
+    assert engine.micro_batch_size == 4
+    unlimited, _ = build(tmp_path, **{"training.micro_batch_size": "auto", "training.batch_size": 8})
+    monkeypatch.setattr(micro_batches, "find_memory_limit", lambda engine: None)
+    unlimited.train_step(0, batch)
+    assert unlimited.micro_batch_size is None
+
+
+def test_memory_errors_of_jax_have_their_exit_code() -> None:
+    from bottega.core.errors import describe_error
+
+    error = RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8589934592 bytes.")
+    assert describe_error(error)[0] == 7

@@ -58,7 +58,7 @@ def test_layer_decay_and_groups_scale_the_rate_and_freeze(tmp_path: Path) -> Non
         "training.groups": groups,
         "training.freeze": ["model.embed_tokens"],
         "training.ema": 0.9,
-        "training.micro_batch_size": 3,
+        "training.micro_batch_size": 2,
     }
     subject, changed = train_both(language(tmp_path, **settings))
     names = set(subject.engine.parameters())
@@ -81,7 +81,7 @@ def test_stages_of_a_curriculum_have_their_own_batch_size_and_rate(tmp_path: Pat
         {"share": 0.7, "steps": 2, "replay": 0.5},
         {"share": 1.0, "steps": 4, "batch_size": 6},
     ]
-    curriculum = {"data.curriculum": {"by": "length", "stages": stages}, "data.padding": "longest"}
+    curriculum = {"data.curriculum": {"by": "length", "stages": stages}, "data.padding": True}
     settings = language(tmp_path, **curriculum, **{"data.train.path": str(write_lines(tmp_path))})
     subject, _ = train_both(settings)
     assert [len(subject.loader.batch(step)["input_ids"]) for step in range(5)] == [2, 2, 4, 4, 6]

@@ -5,6 +5,8 @@ Codes avoid 64-78 and 126-165, which shells and launchers use, unless a signal i
 
 from __future__ import annotations
 
+import re
+
 from bottega.measurements import MemoryUse
 from bottega.redaction import redact_text
 
@@ -89,8 +91,8 @@ def describe_error(error: BaseException) -> tuple[int, str]:
         return EnvironmentProblem.code, f"{where}{error.strerror}"
     if isinstance(error, KeyboardInterrupt):
         return 130, str(error) or "stopped by Ctrl-C"
-    if type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error):
-        # torch's error on a GPU and on the host, recognised by name so that torch is not imported here.
+    if type(error).__name__ == "OutOfMemoryError" or re.search("can't allocate memory|RESOURCE_EXHAUSTED", str(error)):
+        # Errors of torch on a GPU, of torch on the host, and of JAX; no framework is imported here.
         return OutOfMemory.code, "out of memory; use a smaller model or lower training.micro_batch_size"
     text = redact_text(" ".join(str(error).split()))
     return 1, f"a bug in bottega: {type(error).__name__}: {text} (--debug shows where)"

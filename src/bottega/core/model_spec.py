@@ -22,12 +22,8 @@ def resolve_reference(reference: Reference, framework: str = "torch") -> Any:
     return attrgetter(name)(import_module(module))
 
 
-def find_framework(model: Any) -> str:
-    """Return the framework of a model: that of its class, or torch, whose modules do not say so."""
-    return str(getattr(model, "framework", "torch"))
-
-
-def _return_built(model: Any) -> Any:
+def return_built(model: Any) -> Any:
+    """Return a model that is built already: the architecture of `ModelSpec.of`."""
     return model
 
 
@@ -75,12 +71,7 @@ class ModelSpec:
     @classmethod
     def of(cls, model: Any) -> ModelSpec:
         """Return the spec of a model that is already built, such as a teacher."""
-        return cls(_return_built, model)
-
-    @property
-    def is_built(self) -> bool:
-        """Whether `config` is the model itself."""
-        return self.architecture is _return_built
+        return cls(return_built, model)
 
     def with_change(self, change: Change) -> ModelSpec:
         """Return the spec with one more change after the others."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -60,10 +60,8 @@ class Noise:
     positions: Any
     xp: Any = np
 
-    @property
-    def framework(self) -> str:
-        """The framework whose models take these draws: torch, which reads draws of numpy too, or jax."""
-        return "jax" if self.xp.__name__.startswith("jax") else "torch"
+    framework: ClassVar[str] = "torch"
+    """The framework whose models take these draws; those of torch take draws of numpy too."""
 
     def uniform(self, name: str, shape: tuple[int, ...] = ()) -> Any:
         """Return uniform numbers in (0, 1), float32, `(examples, *shape)`."""

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from bottega.core.model_spec import ModelSpec, find_framework, resolve_reference
+from bottega.core.model_spec import ModelSpec, resolve_reference, return_built
+from bottega.models import find_framework
 from bottega.models.folders.pretrained import fill_tensors
 from bottega.models.folders.resolve import resolve_model
 from bottega.models.jax_layers import Module
@@ -23,7 +24,7 @@ def has_jax_form(spec: ModelSpec) -> bool:
     """Return whether a model is one of JAX already, or can be built in JAX from its parameters alone."""
     if spec.parts or spec.changes:
         return False
-    if spec.is_built:
+    if spec.architecture is return_built:
         return find_framework(spec.config) == FRAMEWORK
     if not isinstance(spec.architecture, str) or "{framework}" not in spec.architecture:
         return False
@@ -32,7 +33,7 @@ def has_jax_form(spec: ModelSpec) -> bool:
 
 def build_abstract_model(spec: ModelSpec) -> Module:
     """Return a model whose parameters have shapes and dtypes, but no values."""
-    if spec.is_built:
+    if spec.architecture is return_built:
         graph, state = nnx.split(spec.config)
         built: Module = nnx.merge(graph, jax.eval_shape(lambda values: values, state))
         return built
@@ -59,7 +60,7 @@ def draw_weights(spec: ModelSpec, model: Module, seed: int) -> dict[str, Any]:
 
     `load` of a spec, if it has a form in JAX, is `load(shapes, folder)` and returns the weights of the folder by name.
     """
-    if spec.is_built:
+    if spec.architecture is return_built:
         return dict(spec.config.named_parameters())
     shapes = {name: variable.shape for name, variable in model.variables().items()}
     values: dict[str, np.ndarray] = {}

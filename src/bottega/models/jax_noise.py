@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -26,6 +26,7 @@ def derive_noise_keys(seed: int, step: int, names: Sequence[str]) -> dict[str, n
 class JaxNoise(Noise):
     """Random numbers for the examples at `positions` (uint32), with the keys of all names that are drawn."""
 
+    framework: ClassVar[str] = "jax"
     xp: Any = jnp
     keys: Mapping[str, Any] = field(default_factory=dict)
 

@@ -18,7 +18,7 @@ from bottega.core.schedule import ema_decay_at
 from bottega.core.task import Task
 from bottega.core.types import Batch, Models, Rows
 from bottega.engines.host_memory import get_resident_memory
-from bottega.engines.jax import evaluation, fisher, inspection, memory
+from bottega.engines.jax import evaluation, fisher, inspection, memory, micro_batches
 from bottega.engines.jax.compilation_cache import use_compilation_cache
 from bottega.engines.jax.compute import measure_compute
 from bottega.engines.jax.devices import choose_devices, choose_precision, get_device_type, make_deterministic
@@ -101,6 +101,7 @@ class JaxEngine(Engine):
         self._last_names: list[str] = []
         self._last_outputs: StepOutputs | None = None
         self._wants_statistics = False
+        self._must_fit_micro_batch = training.micro_batch_size == "auto"
 
     def _build_state(self, parameters: dict[str, Array]) -> TrainState:
         has_average = self.training.ema is not None
@@ -140,6 +141,9 @@ class JaxEngine(Engine):
         for before_step in self._hooks:
             before_step(step, batch)
         self._ensure_optimizer_state()
+        if self._must_fit_micro_batch:
+            self._must_fit_micro_batch = False
+            self.micro_batch_size = self.micro_batch_size or micro_batches.fit_micro_batch(self, batch)
         with self.profiler.step(step):
             names = [name for name in self.assigned if self.settings[name].start_step <= step]
             rate = self.rate(step) * self.learning_rate_scale

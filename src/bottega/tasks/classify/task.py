@@ -9,10 +9,11 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from bottega.core.errors import UsageError
-from bottega.core.model_spec import Initial, ModelSpec, find_framework, resolve_reference
+from bottega.core.model_spec import Initial, ModelSpec, resolve_reference
 from bottega.core.noise import Noise
 from bottega.core.task import Task
 from bottega.core.types import Array, Batch, Loss, Models, Rows
+from bottega.models import find_framework
 from bottega.models.convnet.config import ConvNetShape
 from bottega.models.spiking.config import SpikingNetShape
 from bottega.models.text_classifier.config import (

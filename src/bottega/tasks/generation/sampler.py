@@ -9,9 +9,10 @@ from typing import Any, final
 
 import numpy as np
 
-from bottega.core.model_spec import find_framework, resolve_reference
+from bottega.core.model_spec import resolve_reference
 from bottega.core.types import Batch, Models
 from bottega.data.output_files import explain_write_errors, is_folder, replace_previous_files, require_suffix
+from bottega.models import find_framework
 from bottega.tasks.generation.media import Medium
 from bottega.tasks.generation.metadata import GeneratorMetadata
 from bottega.tasks.generation.requests import RequestEncoder, select_supported_flags

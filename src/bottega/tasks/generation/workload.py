@@ -10,7 +10,7 @@ import numpy as np
 
 from bottega.config.recipe import Recipe
 from bottega.core.errors import DataError, UsageError
-from bottega.core.model_spec import find_framework, resolve_reference
+from bottega.core.model_spec import resolve_reference
 from bottega.core.types import Models
 from bottega.data.prepare.media import prepare_media
 from bottega.data.prepare.prepared import PreparedData
@@ -21,6 +21,7 @@ from bottega.data.sources.source import Source
 from bottega.data.tables.classes import Classes
 from bottega.data.tables.shards import Table
 from bottega.data.text.captions import CaptionRows
+from bottega.models import find_framework
 from bottega.tasks.base_model import find_base_folder
 from bottega.tasks.frozen_models import collect_frozen_hashes
 from bottega.tasks.generation.audio import VOCODER_FOLDER, AudioMedium, open_audio, reopen_audio

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from bottega.config.data import TextData
 from bottega.config.recipe import Recipe
 from bottega.core.errors import CheckpointError, DataError, UsageError
-from bottega.core.model_spec import find_framework, resolve_reference
+from bottega.core.model_spec import resolve_reference
 from bottega.core.types import Models
 from bottega.data.output_files import explain_write_errors
 from bottega.data.prepare.prepared import PreparedData
@@ -22,6 +22,7 @@ from bottega.data.sources.source import Source
 from bottega.data.text.tokenizer import Tokenizer
 from bottega.data.text.tokens import TokenDocuments, TokenWindows
 from bottega.data.text.vocabulary import TokenizerSpec
+from bottega.models import find_framework
 from bottega.models.decoder.config import TransformerShape
 from bottega.models.decoder.kinds import (
     TRAINING_KEYS,

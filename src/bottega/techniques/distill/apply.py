@@ -14,10 +14,11 @@ from pydantic import ValidationError
 
 from bottega.config.recipe import Recipe
 from bottega.core.errors import BottegaError, UsageError
-from bottega.core.model_spec import find_framework, resolve_reference
+from bottega.core.model_spec import resolve_reference
 from bottega.core.rundir import is_run
 from bottega.data.audio.mel import MelProcessor
 from bottega.data.text.tokenizer import Tokenizer
+from bottega.models import find_framework
 from bottega.models.folders.pretrained import read_decoder_shape
 from bottega.models.folders.resolve import detect_folder_kind
 from bottega.tasks.classify import media_workload as classify
