@@ -173,6 +173,7 @@ class JaxEngine(Engine):
 
     def analyse_step(self, batch: Batch) -> Any:
         """Return the memory that the compiled step of a batch reserves; None if the backend does not tell."""
+        self._ensure_optimizer_state()
         names = [name for name in self.assigned if self.settings[name].start_step <= 0]
         inputs = build_inputs(self, 0, batch, counts=self.task.counts(batch), rate=0.0, average_decay=0.0)
         step = self._get_train_step(names, False)
