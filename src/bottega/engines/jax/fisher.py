@@ -31,12 +31,16 @@ def fisher_diagonal(
     parameters = engine.state.parameters
 
     def compute_loss(
-        trained: Mapping[str, Any], batch: Any, counts: Mapping[str, Any], position: Any, keys: Mapping[str, Any]
+        trained: Mapping[str, Any],
+        others: Mapping[str, Any],
+        frozen: Mapping[str, Mapping[str, Any]],
+        batch: Any,
+        counts: Mapping[str, Any],
+        position: Any,
+        keys: Mapping[str, Any],
     ) -> Any:
         rng = JaxNoise(engine.seed, FISHER_STEP, position, keys=keys)
-        out = engine.builder.compute_loss(
-            {**parameters, **trained}, engine.frozen_weights, batch, rng, dropout_key=None
-        )
+        out = engine.builder.compute_loss({**others, **trained}, frozen, batch, rng, dropout_key=None)
         return sum(weight * total / jnp.maximum(counts[name], 1e-12) for name, (total, weight) in out.terms.items())
 
     @jax.jit
@@ -45,10 +49,12 @@ def fisher_diagonal(
         return jax.tree.map(lambda total, gradient: total + jnp.square(gradient), squares, gradients)
 
     trained = {name: parameters[name] for name in names}
+    # Arguments rather than constants of the jitted function, which would hold copies of them.
+    weights = ({name: value for name, value in parameters.items() if name not in trained}, engine.frozen_weights)
     squares = jax.tree.map(jnp.zeros_like, trained)
     keys = derive_noise_keys(engine.seed, FISHER_STEP, engine.task.noise_names)
     for number, example in examples:
         counts = {name: np.float32(value) for name, value in engine.task.counts(example).items()}
         position = np.array([number], np.uint32)
-        squares = add_squares(squares, trained, move_batch(engine, example), counts, position, keys)
+        squares = add_squares(squares, trained, *weights, move_batch(engine, example), counts, position, keys)
     return {name: square / count for name, square in squares.items()}
