@@ -233,7 +233,7 @@ def _find_machine_problems(recipe: Recipe, world_size: int) -> list[BottegaError
 
 def _find_process_problems(recipe: Recipe, world_size: int, device: str) -> Iterator[str]:
     if recipe.engine == "jax":
-        yield from _find_jax_process_problems(recipe, world_size)
+        yield from _find_jax_process_problems(recipe)
         return
     distributed = recipe.distributed
     for axis, size in (("shard", distributed.shard), ("tensor", distributed.tensor)):
@@ -356,13 +356,8 @@ def _find_dependency_recipe_problems(recipe: Recipe, name: str) -> list[BottegaE
     return [*dependency_problems, *_find_dependency_problems(dependency)]
 
 
-def _find_jax_process_problems(recipe: Recipe, world_size: int) -> Iterator[str]:
-    """Yield what `distributed` asks for that JAX does not have: one process uses all devices of its mesh."""
+def _find_jax_process_problems(recipe: Recipe) -> Iterator[str]:
+    """Yield what `distributed` asks for that JAX does not have."""
     distributed = recipe.distributed
-    if world_size > 1:
-        yield (
-            f"engine: jax does not train with several processes yet, and {world_size} were started; start one, and set "
-            "distributed.replicate, distributed.shard or distributed.tensor to use its devices"
-        )
     if distributed.offload:
         yield "distributed.offload is not available with engine=jax; use distributed.shard to split the optimizer state"

@@ -17,7 +17,7 @@ from bottega.core.errors import Diverged
 from bottega.core.rundir import RunDirectory
 from bottega.core.saver import Saver, retry
 from bottega.core.trainer import BestMetric, Trainer
-from bottega.core.types import Rows
+from bottega.core.types import Models, Rows
 from bottega.data.loading.loader import Loader
 from bottega.engines.nonfinite import NonfiniteRecovery
 from bottega.run.auto_compile import build_compile_callback
@@ -128,17 +128,18 @@ class TrainerSetup:
 
     def _generate_samples(self, progress: Progress) -> Path:
         folder = self._get_sample_folder(progress)
-        if self.engine.rank == 0:
-            try:
-                retry(lambda: self._write_samples(folder))
-            except (OSError, Diverged) as error:
-                reason = error.strerror if isinstance(error, OSError) else str(error).partition(":")[0]
-                self.console.warn(f"no samples in {folder}: {reason}; training continues without them")
+        with self.engine.sampling() as models:  # on all ranks, which may have to gather the weights
+            if self.engine.rank == 0:
+                try:
+                    retry(lambda: self._write_samples(models, folder))
+                except (OSError, Diverged) as error:
+                    reason = error.strerror if isinstance(error, OSError) else str(error).partition(":")[0]
+                    self.console.warn(f"no samples in {folder}: {reason}; training continues without them")
         return folder
 
     def _get_sample_folder(self, progress: Progress) -> Path:
         return self.directory.samples / f"step-{progress.step:08d}"
 
-    def _write_samples(self, folder: Path) -> None:
-        with writing_folder(folder) as temporary, self.engine.sampling() as models:
+    def _write_samples(self, models: Models, folder: Path) -> None:
+        with writing_folder(folder) as temporary:
             self.workload.sampler.sample(models, temporary, device=self.engine.device)

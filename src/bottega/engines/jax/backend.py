@@ -18,11 +18,12 @@ from bottega.engines.backend import Backend, MemoryEstimate, ModelPart
 from bottega.engines.host_memory import get_available_memory
 from bottega.engines.parts import count_parts
 from bottega.measurements import GIB, MemoryPrediction, PredictionUnavailable
+from bottega.world import World
 
 try:
     import jax
 
-    from bottega.engines.jax import compute, devices, forms, optimizers
+    from bottega.engines.jax import compute, devices, forms, optimizers, processes
     from bottega.models.jax_build import build_abstract_model
 except ImportError as error:
     raise EnvironmentProblem(
@@ -32,7 +33,10 @@ except ImportError as error:
 
 @final
 class JaxBackend(Backend):
-    """JAX, on CPU and GPU."""
+    """JAX, on CPU and GPU. Processes join when it is opened, because JAX allows that only before it is first used."""
+
+    def __init__(self) -> None:
+        processes.join_processes(World.from_environment())
 
     def build_engine(self, task: Task, training: Training, **options: Any) -> Engine:
         from bottega.engines.jax.engine import JaxEngine
@@ -144,10 +148,10 @@ class JaxBackend(Backend):
         return read_tensors(path)
 
     def join_ranks(self, device: str) -> int:
-        return 0
+        return jax.process_index()
 
     def any_rank(self, flag: bool) -> bool:
-        return flag
+        return processes.any_process(flag)
 
     def watch_ranks(self, log: Path) -> AbstractContextManager[object]:
         return nullcontext()

@@ -19,7 +19,7 @@ DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 
 
 def choose_devices(name: str) -> list[Any]:
-    """Return the local devices of the type that a recipe's `device` names, the one with a given number first.
+    """Return the devices of the type that a recipe's `device` names, of all processes, the one with a given number first.
 
     Raises an error, rather than use the CPU, if that GPU is absent.
     """
@@ -28,7 +28,7 @@ def choose_devices(name: str) -> list[Any]:
         choice = "mps is not available with engine=jax" if kind == "mps" else f"{name!r} is not a device"
         raise UsageError(f"device: {choice}; choose from auto, cpu, cuda")
     try:
-        devices = jax.local_devices(backend=None if kind == "auto" else kind)
+        devices = jax.devices(None if kind == "auto" else kind)
     except RuntimeError:
         raise MissingDevice(
             f"device: {kind} is not available: jax found no GPU; use device=cpu, or install jax[cuda12] for the GPU"

@@ -25,9 +25,10 @@ from bottega.engines.jax.devices import choose_devices, choose_precision, get_de
 from bottega.engines.jax.forms import require_jax_form
 from bottega.engines.jax.histograms import fetch_histograms
 from bottega.engines.jax.inputs import build_inputs
-from bottega.engines.jax.mesh import DeviceMesh
+from bottega.engines.jax.mesh import DeviceMesh, resolve_axes
 from bottega.engines.jax.module_statistics import ModuleStatistics
 from bottega.engines.jax.optimizers import assign_optimizers, initialise_state
+from bottega.engines.jax.processes import all_processes_equal, any_process, join_processes
 from bottega.engines.jax.profiling import JaxProfiler
 from bottega.engines.jax.step import StepBuilder, StepOutputs, TrainState
 from bottega.engines.jax.sums import Mean, fetch_metrics, sort_rows
@@ -35,6 +36,7 @@ from bottega.engines.jax.tensors import JaxSnapshot, check_finite, check_same_la
 from bottega.measurements import MemoryReport, MemoryUse
 from bottega.models.jax_build import build_abstract_model, draw_weights
 from bottega.models.jax_layers import Module, bind, forward_context
+from bottega.world import World
 
 Array = Any
 
@@ -56,12 +58,17 @@ class JaxEngine(Engine):
         mesh: Mapping[str, int] | None = None,
     ) -> None:
         require_jax_form(task, training)
+        world = World.from_environment()
+        join_processes(world)
         use_compilation_cache()
         if deterministic:
             make_deterministic()
         self.task, self.training, self.rate, self.seed = task, training, rate, seed
         devices = choose_devices(device)
-        self.device, self.mesh = devices[0], DeviceMesh(devices, mesh or {})
+        self.mesh = DeviceMesh(devices, resolve_axes(mesh or {}, world, len(devices)))
+        self.device = next(device for device in devices if device.process_index == jax.process_index())
+        self.rank, self.world_size = jax.process_index(), jax.process_count()
+        self.data_rank, self.data_size = self.mesh.data_rank, self.mesh.data_size
         self.mesh.check_batch(micro_batch_size or training.batch_size, key=_name_batch_key(micro_batch_size))
         self.device_type, self.memory_before_model = get_device_type(self.device), get_resident_memory()
         self.dtype = choose_precision(training.mixed_precision, self.device)
@@ -111,11 +118,11 @@ class JaxEngine(Engine):
 
     def _zero(self) -> Array:
         # Placed like all of the state: a step would be compiled again for one that is not.
-        return jax.device_put(jnp.zeros(()), self.mesh.replicated)
+        return self.mesh.put(np.zeros((), np.float32), self.mesh.replicated)
 
     def _put(self, tensors: Mapping[str, Any]) -> dict[str, Array]:
         """Copy tensors to every device, by name."""
-        return {name: jax.device_put(value, self.mesh.replicated) for name, value in tensors.items()}
+        return {name: self.mesh.put(value, self.mesh.replicated) for name, value in tensors.items()}
 
     @property
     def model(self) -> Module:
@@ -158,7 +165,7 @@ class JaxEngine(Engine):
             "grad_norm": outputs.gradient_norm,
             "learning_rate": rate,
             "bad_steps": outputs.bad_steps,
-            "units": next(iter(counts.values())),
+            "units": next(iter(counts.values())) * self.data_size,  # of other processes about as many
             **outputs.means,
             **{name: Mean(value, count) for name, (value, count) in outputs.sums.items()},
             **({} if outputs.penalty is None else {"penalty": outputs.penalty}),
@@ -182,8 +189,12 @@ class JaxEngine(Engine):
     def _ensure_optimizer_state(self) -> None:
         """Allocate the optimizer state before it is first used; a run that only evaluates never does."""
         if not self._has_optimizer_state:
-            states = initialise_state(self._state.parameters, self.assigned, self.training.optimizer)
-            self._state = self._state._replace(optimizer=self.mesh.put_states(states, self.shapes))
+            shapes = jax.eval_shape(
+                lambda parameters: initialise_state(parameters, self.assigned, self.training.optimizer),
+                self._state.parameters,
+            )
+            zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)  # as every state begins
+            self._state = self._state._replace(optimizer=self.mesh.put_states(zeros, self.shapes))
             self._has_optimizer_state = True
 
     # Evaluation, models, measurements
@@ -218,8 +229,10 @@ class JaxEngine(Engine):
 
     @contextmanager
     def sampling(self) -> Iterator[Models]:
-        models = {name: bind(self._abstract[name], weights) for name, weights in self.frozen_weights.items()}
-        models["model"] = bind(self._abstract["model"], self.get_evaluation_weights())
+        weights = {**self.frozen_weights, "model": self.get_evaluation_weights()}
+        if self.world_size > 1:  # copies on a device of this process, since the others do not sample
+            weights = jax.tree.map(lambda value: value.addressable_data(0), self.mesh.gather(weights))
+        models = {name: bind(self._abstract[name], values) for name, values in weights.items()}
         with forward_context(dtype=self.dtype):
             yield models
 
@@ -237,6 +250,16 @@ class JaxEngine(Engine):
 
     def num_active_parameters(self) -> int:
         return sum(info.size for info in self.parameters().values())
+
+    def any_rank(self, flag: bool) -> bool:
+        return any_process(flag)
+
+    def all_ranks_equal(self, text: str) -> bool:
+        return all_processes_equal(text)
+
+    def close(self) -> None:
+        if self.world_size > 1:
+            any_process(False)  # the coordinator, which is rank 0, ends last
 
     def inspect(self, batch: Batch) -> dict[str, Any]:
         return inspection.inspect_modules(self, batch)
@@ -284,7 +307,7 @@ class JaxEngine(Engine):
 
     def snapshot(self) -> JaxSnapshot:
         self._ensure_optimizer_state()
-        return take_snapshot(self.list_checkpoint_tensors())
+        return take_snapshot(self.mesh.gather(self.list_checkpoint_tensors()))
 
     def load(self, folder: Path) -> None:
         self._ensure_optimizer_state()

@@ -43,12 +43,14 @@ def build_inputs(
     )
     inputs = StepInputs(
         (),
-        {name: np.float32(count) for name, count in counts.items()},
+        {name: mesh.put_count(count) for name, count in counts.items()},
         derive_noise_keys(engine.seed, step, engine.task.noise_names),
         np.float32(rate),
         np.bool_(step in engine.skip_steps),
         np.float32(average_decay),
     )
+    if jax.process_count() > 1:  # values of the host are taken to be the same on all processes
+        return inputs._replace(groups=placed)
     moved: StepInputs = jax.device_put(inputs, mesh.replicated)
     return moved._replace(groups=placed)
 
@@ -71,8 +73,8 @@ def _split(
         return value[start : start + count * size].reshape(count, size, *value.shape[1:])
 
     first_number = 0 if start == 0 else start // max(1, engine.micro_batch_size or 1)
-    # Only dropout depends on ranks and micro-batches; all other randomness is from `Noise`.
-    keys = [derive_key(engine.seed, step, first_number + i, engine.data_rank) for i in range(count)]
+    # Only dropout depends on micro-batches; all other randomness is from `Noise`.
+    keys = [derive_key(engine.seed, step, first_number + i, 0) for i in range(count)]
     return MicroBatches(
         jax.tree.map(split_value, dict(arrays)), split_value(positions), np.array(keys, np.uint32).reshape(count, 2)
     )

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from bottega.core.errors import UsageError
-from bottega.world import AXES
+from bottega.world import AXES, World
 
 Array = Any
 DATA_AXES = ("replicate", "shard")
@@ -38,11 +38,39 @@ class DeviceMesh:
                 f"distributed: {{{keys}}} needs {count} devices, but jax has {len(devices)}; lower them, or start more "
                 "devices (for tests on a CPU: XLA_FLAGS=--xla_force_host_platform_device_count=N)"
             )
+        if jax.process_count() > 1 and count != len(devices):
+            raise UsageError(
+                f"distributed: the {jax.process_count()} processes have {len(devices)} devices, but replicate x shard x tensor is "
+                f"{count}; set distributed.replicate={len(devices) // (sizes[1] * sizes[2])}"
+            )
         self.mesh = Mesh(np.array(devices[:count]).reshape(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES))
         self.num_devices, self.num_data, self.sizes = count, sizes[0] * sizes[1], dict(zip(AXES, sizes, strict=True))
         self.replicated: Sharding = NamedSharding(self.mesh, PartitionSpec())
         if count == 1:  # placing an array by a mesh takes the host longer
             self.replicated = SingleDeviceSharding(devices[0])
+
+    @property
+    def data_rank(self) -> int:
+        """Index of this process's part of a global batch; processes that share a layer have the same one."""
+        return jax.process_index() * self.data_size // jax.process_count()
+
+    @property
+    def data_size(self) -> int:
+        """Number of parts that processes split a global batch into."""
+        return min(jax.process_count(), self.num_data)
+
+    def put(self, value: Any, sharding: Sharding) -> Array:
+        """Place a value of the host that is the same on all processes."""
+        if jax.process_count() == 1:
+            return jax.device_put(value, sharding)
+        host = np.asarray(value)
+        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+    def gather(self, tensors: Any) -> Any:
+        """Return arrays that this process has in full; with several processes all must call it."""
+        if jax.process_count() == 1:
+            return tensors
+        return jax.jit(lambda values: values, out_shardings=self.replicated)(tensors)
 
     def get_sharding(self, name: str, shape: tuple[int, ...]) -> Sharding:
         """Return where a parameter is placed, and its optimizer state of the same shape."""
@@ -67,16 +95,13 @@ class DeviceMesh:
     def put_parameters(self, tensors: Mapping[str, Any]) -> dict[str, Array]:
         """Place parameters, or tensors of their shapes, by name."""
         return {
-            name: jax.device_put(value, self.get_sharding(name, tuple(np.shape(value))))
-            for name, value in tensors.items()
+            name: self.put(value, self.get_sharding(name, tuple(np.shape(value)))) for name, value in tensors.items()
         }
 
     def put_states(self, states: Mapping[str, Mapping[str, Any]], shapes: Mapping[str, Any]) -> dict[str, Any]:
         """Place the optimizer state of each parameter: tensors of its shape like itself, others on every device."""
         return {
-            name: {
-                key: jax.device_put(value, self._get_state_sharding(name, value, shapes)) for key, value in s.items()
-            }
+            name: {key: self.put(value, self._get_state_sharding(name, value, shapes)) for key, value in s.items()}
             for name, s in states.items()
         }
 
@@ -120,12 +145,22 @@ class DeviceMesh:
             return jax.device_put(batch, self.replicated)
 
         def place(value: Any) -> Any:
-            if np.ndim(value) <= axis or np.shape(value)[axis] % self.num_data:
-                return jax.device_put(value, self.replicated)
-            spec = PartitionSpec(*(None,) * axis, DATA_AXES)
-            return jax.device_put(value, NamedSharding(self.mesh, spec))
+            if np.ndim(value) <= axis:
+                return self.put(value, self.replicated)
+            sharding = NamedSharding(self.mesh, PartitionSpec(*(None,) * axis, DATA_AXES))
+            if jax.process_count() > 1:  # `value` is the part of this process
+                return jax.make_array_from_process_local_data(sharding, np.asarray(value))
+            return jax.device_put(value, self.replicated if np.shape(value)[axis] % self.num_data else sharding)
 
         return jax.tree.map(place, batch)
+
+    def put_count(self, count: float) -> Array:
+        """Place this process's part of a count, as an array whose sum over the devices is that of all processes."""
+        if jax.process_count() == 1:
+            return np.float32(count)
+        parts = np.zeros(self.num_data // self.data_size, np.float32)
+        parts[0] = count
+        return self.put_batch(parts)
 
     def check_batch(self, size: int, *, key: str) -> None:
         """Raise UsageError if the data-parallel devices do not divide a number of examples."""
@@ -134,3 +169,10 @@ class DeviceMesh:
                 f"{key}: {size} is not divisible by the {self.num_data} devices of distributed.replicate x shard; use a "
                 f"multiple of {self.num_data}"
             )
+
+
+def resolve_axes(axes: Mapping[str, int], world: World, num_devices: int) -> Mapping[str, int]:
+    """Return the axes of a run; several processes without axes have copies of the model on all their devices."""
+    if world.size > 1 and math.prod(axes.values()) == 1:
+        return {"replicate": num_devices}
+    return axes

@@ -148,12 +148,13 @@ class StepBuilder:
     ) -> tuple[dict[str, Array], Array, dict[str, Array], dict[str, tuple[Array, Array]]]:
         """Return the gradient and value of the global mean, and the means and sums to report."""
         trained = {name: parameters[name] for name in trained_names}
+        counts = {name: jnp.sum(count) for name, count in inputs.counts.items()}  # over processes
 
         def compute(trained: Parameters, micro_batch: MicroBatches) -> tuple[Array, Any]:
             rng = JaxNoise(self.seed, 0, micro_batch.positions, keys=inputs.noise_keys)
             key = jax.random.wrap_key_data(micro_batch.dropout_keys)
             out = self.compute_loss({**parameters, **trained}, frozen, micro_batch.batch, rng, dropout_key=key)
-            means = {name: total / jnp.maximum(inputs.counts[name], 1e-12) for name, (total, _) in out.terms.items()}
+            means = {name: total / jnp.maximum(counts[name], 1e-12) for name, (total, _) in out.terms.items()}
             loss = sum((means[name] * weight for name, (_, weight) in out.terms.items()), jnp.zeros(()))
             reported = {name: mean for name, mean in means.items() if len(means) > 1 and name != "loss"}
             sums = {name: (jnp.float32(value), jnp.float32(count)) for name, (value, count) in out.metrics.items()}

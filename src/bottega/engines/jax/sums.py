@@ -35,6 +35,10 @@ class DeviceSum:
 
     __radd__ = __add__
 
+    def __float__(self) -> float:
+        """Return the sum, waiting for the device."""
+        return float(np.sum(np.asarray(jax.device_get(self.values), np.float64)))
+
 
 def fetch_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return all metrics as floats, waiting for the device once. Means over nothing are left out."""
@@ -61,7 +65,10 @@ def fetch_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def sort_rows(rows: Rows) -> Rows:
-    """Return the rows in the order of the data set, whatever order it was read in."""
+    """Return the rows in the order of the data set, whatever order it was read in, without padding examples."""
     rows = dict(rows)
+    weights = rows.pop("weight", None)
+    if weights is not None:
+        rows = {name: values[weights > 0] for name, values in rows.items()}
     indices = rows.pop(SAMPLE_INDEX, None)
     return rows if indices is None else {name: values[np.argsort(indices)] for name, values in rows.items()}

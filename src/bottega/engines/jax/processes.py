@@ -1,0 +1,56 @@
+"""Several processes of JAX: joining them, and the values that they share."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from bottega.core.errors import EnvironmentProblem, first_line
+from bottega.world import World
+
+Array = Any
+
+
+def join_processes(world: World) -> None:
+    """Join the processes that a launcher has started; nothing for one process, or if they are joined.
+
+    The variables are those of torchrun, whose own store listens on MASTER_PORT: the coordinator of JAX uses the next port.
+    """
+    if world.size == 1 or jax.distributed.is_initialized():
+        return
+    port = int(os.environ["MASTER_PORT"]) + ("TORCHELASTIC_RUN_ID" in os.environ)
+    # Each process has the GPU of its local rank; on a CPU all its devices are its own.
+    devices = (
+        [world.local_rank]
+        if world.local_size > 1 and not os.environ.get("JAX_PLATFORMS", "").startswith("cpu")
+        else None
+    )
+    try:
+        jax.distributed.initialize(
+            f"{os.environ['MASTER_ADDR']}:{port}", world.size, world.rank, local_device_ids=devices
+        )
+    except RuntimeError as error:
+        raise EnvironmentProblem(
+            f"cannot join the {world.size} processes at {os.environ['MASTER_ADDR']}:{port}: {first_line(error)}; start them all with "
+            "the same MASTER_ADDR and MASTER_PORT"
+        ) from None
+
+
+def any_process(flag: bool) -> bool:
+    """Return True on all processes if `flag` is true on any."""
+    if jax.process_count() == 1:
+        return flag
+    return bool(np.any(multihost_utils.process_allgather(np.array(flag))))
+
+
+def all_processes_equal(text: str) -> bool:
+    """Return whether `text` is the same on all processes."""
+    if jax.process_count() == 1:
+        return True
+    digest = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint8)
+    return len(np.unique(multihost_utils.process_allgather(digest), axis=0)) == 1
