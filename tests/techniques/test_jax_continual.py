@@ -15,6 +15,7 @@ import bottega
 import small_run
 import small_texts
 from both_engines import Subject, assert_same_metrics, build_both, find_largest_difference
+from bottega.metrics_log import read_metrics
 from small_run import differing_tensors
 
 EWC_AND_REPLAY = [
@@ -134,3 +135,15 @@ def test_techniques_without_a_jax_form_are_refused_in_one_line(setting: str, mes
     assert done.returncode == 2, done.stderr
     assert done.stderr.strip().splitlines() == [f"bottega: {message}"]
     assert not (tmp_path / "run").exists()
+
+
+def test_a_stream_is_evaluated_before_it_is_trained_on_as_in_torch(tmp_path: Path) -> None:
+    settings = small_run.settings(tmp_path, small_run.write_text(tmp_path / "text.txt", words=300))
+    stream = {"data.online": {"replay": 0.25}, "training.max_steps": 6, "model.dropout": 0.0, "logging.every": 2}
+    rows = {}
+    for engine in ("torch", "jax"):
+        run = bottega.train("language/shakespeare", {**settings, **stream, "engine": engine, "name": engine})
+        rows[engine] = [row for row in read_metrics(run.path / "metrics.jsonl") if row["kind"] == "train"]
+    assert [row["step"] for row in rows["jax"]] == [2, 4, 6]
+    for name in ("loss", "online/loss"):
+        assert [row[name] for row in rows["jax"]] == pytest.approx([row[name] for row in rows["torch"]], rel=1e-5)

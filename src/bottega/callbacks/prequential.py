@@ -30,8 +30,7 @@ class Prequential(Callback):
 
     def compute_metrics(self) -> dict[str, float]:
         """Return the means so far, named online/...; a metric without samples so far is left out."""
-        sums = {name: (float(total), float(count)) for name, (total, count) in self.sums.items()}
-        means = {name: total / count for name, (total, count) in sums.items() if count}
+        means = {name: total / count for name, (total, count) in self._read_sums().items() if count}
         return {PREFIX + name: value for name, value in self.summarise(means).items()} if means else {}
 
     def add_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
@@ -42,7 +41,13 @@ class Prequential(Callback):
         metrics |= self.compute_metrics()  # callbacks that write metrics come after this one
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: [float(total), float(count)] for name, (total, count) in self.sums.items()}
+        return {name: list(values) for name, values in self._read_sums().items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.sums = {name: (float(total), float(count)) for name, (total, count) in state.items()}
+
+    def _read_sums(self) -> dict[str, tuple[float, float]]:
+        """Return the sums as floats, and go on from them: what was read does not stay on the device."""
+        read = {name: (float(total), float(count)) for name, (total, count) in self.sums.items()}
+        self.sums = dict(read)
+        return read
