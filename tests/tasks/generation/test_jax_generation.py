@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +142,47 @@ def test_a_sample_depends_on_its_number_alone() -> None:
     twins = build_perturbed_twins(build_task(SHAPES["image, class"]))
     many, few = (draw_rows(twins, {}, count, steps=2, method="euler", guidance=1.0)[0] for count in (7, 2))
     np.testing.assert_allclose(many[:2], few, rtol=0, atol=1e-5)
+
+
+SEVERAL_DEVICES = """
+import os
+
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from bottega.models.jax_layers import bind, forward_context
+from bottega.tasks.generation.jax import draw_rows
+from jax_generators import SHAPES, build_task, draw_batch
+from jax_twins import build_perturbed_twins
+
+twins = build_perturbed_twins(build_task(SHAPES["image, class"]))
+rows = {"label": draw_batch(twins.task, count=3)["label"], "number": np.arange(3)}
+options = {"steps": 2, "method": "heun", "guidance": 2.0, "progress": lambda done, total: None}
+mesh, samples = Mesh(np.array(jax.devices()), ("devices",)), []
+
+
+def shard(value):
+    is_even = value.ndim and value.shape[0] % 2 == 0
+    return jax.device_put(value, NamedSharding(mesh, PartitionSpec("devices") if is_even else PartitionSpec()))
+
+
+for place in (lambda value: jax.device_put(value, jax.devices()[1]), shard):
+    model = bind(twins.jax, {name: place(value) for name, value in twins.jax.named_parameters().items()})
+    with forward_context():
+        samples.append(draw_rows(twins.task, {"model": model}, rows, seed=0, device=None, precision="", **options))
+print(np.abs(samples[0] - samples[1]).max() < 1e-5 * np.abs(samples[0]).max())
+"""
+
+
+@pytest.mark.slow
+def test_samples_are_computed_where_the_weights_are() -> None:
+    """On the second of two devices, and with weights that are split over both."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
+    process = subprocess.run([sys.executable, "-c", SEVERAL_DEVICES], env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.splitlines()[-1] == "True"
 
 
 @pytest.fixture

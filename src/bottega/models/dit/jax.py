@@ -16,7 +16,15 @@ import numpy as np
 from flax import nnx
 
 from bottega.models.generator.config import EPSILON, TIME_EMBEDDING_SIZE, DiTShape
-from bottega.models.jax_layers import Linear, Module, attend, checkpoint_block, dropout, get_compute_dtype
+from bottega.models.jax_layers import (
+    Linear,
+    Module,
+    attend,
+    checkpoint_block,
+    dropout,
+    get_compute_dtype,
+    place_examples,
+)
 
 Array = Any
 
@@ -149,8 +157,9 @@ class DiT(Module):
         if get_compute_dtype() == jnp.bfloat16:
             h = h.astype(jnp.bfloat16)  # halves the traffic between blocks; the norms inside them stay float32
         attention_mask = mask[:, None, None, :] if mask is not None else None
+        h = place_examples(h)
         for block in self.blocks:
-            h = checkpoint_block(block)(h, c, context, attention_mask)
+            h = place_examples(checkpoint_block(block)(h, c, context, attention_mask))
         shift, scale = jnp.split(self.modulation_out(c)[:, None], 2, axis=-1)
         return unpatchify(self.out(_modulate(h, shift, scale)), shape.patch, shape.grid)
 

@@ -73,19 +73,18 @@ def draw_rows(
 ) -> np.ndarray:
     """Return the model's values for host rows of conditions, each with the `number` of its sample.
 
-    `device` is a device of JAX, or a sharding; `precision` is that of the forward context. The number of rows is padded to a power
-    of two, so that few programs are compiled.
+    It is computed where the weights are, on one device or several, in the precision of the forward context; so `device` and
+    `precision` are those of torch alone. The number of rows is padded to a power of two, so that few programs are compiled.
     """
     total = len(rows["number"])
-    padded = {name: _pad_rows(np.asarray(value)) for name, value in rows.items()}
-    batch = jax.device_put(padded, device)
+    batch = {name: jnp.asarray(_pad_rows(np.asarray(value))) for name, value in rows.items()}
     rng = JaxNoise(seed, 0, batch.pop("number"), keys=derive_noise_keys(seed, 0, (START,)))
     return np.asarray(task.draw(models, batch, rng, **options), np.float32)[:total]
 
 
 def round_trip(task: Generation, models: Models, values: np.ndarray, *, device: Any) -> np.ndarray:
-    """Return the values of samples after encoding and decoding by the frozen autoencoder."""
-    return np.asarray(reconstruct(models["vae"], jax.device_put(values, device)))
+    """Return the values of samples after encoding and decoding by the frozen autoencoder, computed where its weights are."""
+    return np.asarray(reconstruct(models["vae"], jnp.asarray(values)))
 
 
 def encode_condition(task: Generation, batch: Batch, *, drop: Array) -> dict[str, Array]:

@@ -15,10 +15,11 @@ from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError,
 from bottega.data.formats.fingerprint import hash_files
 from bottega.data.prepare.prepared import PreparedData
 from bottega.data.records.fields import CAPTION_FIELDS
-from bottega.data.tables.cache import default_cache, get_or_build
+from bottega.data.tables.cache import get_or_build
 from bottega.data.text.captions import CaptionTokenizer, find_distinct_captions, train_caption_tokenizer
 from bottega.models.folders.resolve import find_component_folder, resolve_model
 from bottega.models.generator.config import ConditionShape
+from bottega.storage.cache_folder import default_cache
 from bottega.tasks import dependencies
 from bottega.tasks.frozen_models import check_same_model, find_frozen_model, hash_model_folder
 from bottega.tasks.generation.config import AudioRecipe, ImageRecipe, TextEncoderOptions, VideoRecipe
