@@ -14,8 +14,8 @@ from functools import cache
 from pathlib import Path
 
 TESTED_VERSIONS_FILE = Path(__file__).with_name("tested_versions.txt")
-UNLISTED_EXTRAS = ("dev", "jax")
-"""Extras of developers, and one that enables nothing yet."""
+UNLISTED_EXTRAS = ("dev",)
+"""Extras of developers."""
 IMPORT_NAMES = {"faiss-cpu": "faiss", "nvidia-ml-py": "pynvml", "pillow": "PIL", "pyyaml": "yaml"}
 """Distribution -> the module to import, where that is not the same word."""
 EXTRA_PURPOSES = {
@@ -23,6 +23,7 @@ EXTRA_PURPOSES = {
     "hub": "Hugging Face models and datasets",
     "audio": ".flac, .mp3, .ogg; resampling",
     "video": "video files, .m4a, .mp4 samples",
+    "jax": "engine: jax",
     "tune": "bottega tune (hyperparameter search)",
     "faiss": "memory models that search by faiss",
     "wandb": "logging to Weights & Biases",
