@@ -15,7 +15,11 @@ import bottega
 import small_run
 import small_texts
 from both_engines import Subject, assert_same_metrics, build_both, find_largest_difference
+from bottega.core.errors import UsageError
 from bottega.metrics_log import read_metrics
+from bottega.run.compose import build_training_plan
+from bottega.tasks import registry
+from bottega.tasks.recipes import load_recipe
 from small_run import differing_tensors
 
 EWC_AND_REPLAY = [
@@ -135,6 +139,14 @@ def test_techniques_without_a_jax_form_are_refused_in_one_line(setting: str, mes
     assert done.returncode == 2, done.stderr
     assert done.stderr.strip().splitlines() == [f"bottega: {message}"]
     assert not (tmp_path / "run").exists()
+
+
+def test_ewc_of_several_processes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = load_recipe(["language/shakespeare", {**language(tmp_path), "engine": "jax"}]).recipe
+    workload = registry.open_workload(recipe, progress=lambda stage, done, total: None)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="techniques: ewc with engine: jax needs a single process"):
+        build_training_plan(recipe, workload)
 
 
 def test_a_stream_is_evaluated_before_it_is_trained_on_as_in_torch(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from bottega.config.recipe import Recipe
 from bottega.core.engine import Engine
+from bottega.core.errors import UsageError
 from bottega.core.types import Batch
 from bottega.data.loading.loader import Loader
 from bottega.data.order.sequential import Sequential
@@ -17,11 +18,18 @@ from bottega.techniques.continual.apply import require_sequence
 from bottega.techniques.ewc.config import EwcOptions
 from bottega.techniques.ewc.task import FISHER_PREFIX, Ewc, consolidate
 from bottega.techniques.training_plan import TrainingPlan
+from bottega.world import World
 
 
 def apply(plan: TrainingPlan, options: EwcOptions, recipe: Recipe, workload: Workload) -> TrainingPlan:
     """Penalise changes of weights that were important to the earlier sources of a sequence."""
     require_sequence(plan, "ewc")
+    if recipe.engine == "jax" and World.from_environment().size > 1:
+        # Each process would measure other examples, but processes of JAX all compute the same program on one global batch.
+        raise UsageError(
+            "techniques: ewc with engine: jax needs a single process, which may use several devices; start one process, or use "
+            "engine=torch"
+        )
     task = Ewc(inner=plan.task, strength=options.strength, framework=recipe.engine)
     return replace(plan, task=task).with_train_start_hook(partial(_consolidate_between_sources, options=options))
 
