@@ -68,6 +68,12 @@ def get_compute_dtype() -> Any:
     return _context.get().dtype
 
 
+def get_platform() -> str:
+    """Return the platform that computes, cpu or gpu: that of the default device, which an engine sets."""
+    device = getattr(jax.config, "jax_default_device", None)
+    return str(device.platform if device is not None else jax.default_backend())
+
+
 def place_examples(x: Array) -> Array:
     """Return an activation (examples, ...) split over devices by examples, as the batch is.
 
@@ -276,7 +282,7 @@ def attend(
     """
     if dropout_rate and is_training():
         return _attend_with_dropout(q, k, v, mask=mask, is_causal=is_causal, dropout_rate=dropout_rate)
-    uses_cudnn = jax.default_backend() == "gpu" and _is_supported_by_cudnn(q, k, mask)
+    uses_cudnn = get_platform() == "gpu" and _is_supported_by_cudnn(q, k, mask)
     return jax.nn.dot_product_attention(
         q, k, v, mask=mask, is_causal=is_causal, implementation="cudnn" if uses_cudnn else "xla"
     )

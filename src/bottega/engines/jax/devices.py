@@ -60,6 +60,14 @@ def choose_precision(name: str, device: Any) -> Any:
     return DTYPES[name]
 
 
+def configure_computation(device: Any, dtype: Any) -> None:
+    """Compute on this device by default, and products of float32 in float32: a GPU would round their factors to ten bits."""
+    if device.platform != jax.default_backend():
+        jax.config.update("jax_default_device", device)
+    if dtype == jnp.float32:
+        jax.config.update("jax_default_matmul_precision", "highest")
+
+
 def make_deterministic() -> None:
     """Make XLA use deterministic kernels on a GPU; it reads the flag when the GPU is first used. A CPU is always deterministic."""
     flags = os.environ.get("XLA_FLAGS", "")

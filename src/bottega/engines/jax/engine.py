@@ -21,7 +21,13 @@ from bottega.engines.host_memory import get_resident_memory
 from bottega.engines.jax import evaluation, fisher, inspection, memory, micro_batches
 from bottega.engines.jax.compilation_cache import use_compilation_cache
 from bottega.engines.jax.compute import measure_compute
-from bottega.engines.jax.devices import choose_devices, choose_precision, get_device_type, make_deterministic
+from bottega.engines.jax.devices import (
+    choose_devices,
+    choose_precision,
+    configure_computation,
+    get_device_type,
+    make_deterministic,
+)
 from bottega.engines.jax.forms import require_jax_form
 from bottega.engines.jax.histograms import fetch_histograms
 from bottega.engines.jax.inputs import build_inputs
@@ -73,6 +79,7 @@ class JaxEngine(Engine):
         self.device_type, self.memory_before_model = get_device_type(self.device), get_resident_memory()
         self.dtype = choose_precision(training.mixed_precision, self.device)
         self.precision = jnp.dtype(self.dtype).name
+        configure_computation(self.device, self.dtype)
         self.micro_batch_size, self.is_compiled = micro_batch_size, True
         self.profiler: JaxProfiler = JaxProfiler(self.device)
         self._hooks: list[BeforeStepHook] = []

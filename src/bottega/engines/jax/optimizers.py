@@ -20,6 +20,7 @@ from bottega.config.optimizers import FALLBACK_OPTIMIZER, OPTIMIZER_SPECS, is_hi
 from bottega.config.parameter_groups import ParameterSetting
 from bottega.config.training import Optimizer as OptimizerOptions
 from bottega.engines.muon import COEFFICIENTS, EPSILON, MAX_BATCH_ELEMENTS, NUM_ITERATIONS, UPDATE_RMS
+from bottega.models.jax_layers import get_platform
 
 Array = Any
 State = dict[str, Array]
@@ -269,7 +270,7 @@ def orthogonalise(matrices: Array) -> Array:
 
     In bfloat16 on a GPU, which is enough: the iteration itself is coarser.
     """
-    x = matrices if jax.default_backend() == "cpu" else matrices.astype(jnp.bfloat16)
+    x = matrices if get_platform() == "cpu" else matrices.astype(jnp.bfloat16)
     is_tall = x.shape[-2] > x.shape[-1]
     if is_tall:
         x = x.mT  # the Gram matrix is then the smaller one

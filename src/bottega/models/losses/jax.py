@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from bottega.models.jax_layers import get_platform
 from bottega.models.losses import IGNORE_INDEX
 
 Array = Any
@@ -40,7 +41,7 @@ def linear_cross_entropy(
     float32. The forward of a gradient computes the gradient too, chunk by chunk: the loss is a sum, so the backward only scales it.
     """
     itemsize = jnp.dtype(dtype).itemsize
-    budget = CHUNK_BYTES["cpu" if jax.default_backend() == "cpu" else "gpu"]
+    budget = CHUNK_BYTES["cpu" if get_platform() == "cpu" else "gpu"]
     num_chunks = num_chunks or max(1, -(-len(hidden) * weight.shape[0] * itemsize // budget))
     num_padding = -len(hidden) % num_chunks
     hidden = jnp.pad(hidden.astype(dtype), ((0, num_padding), (0, 0)))
