@@ -45,7 +45,7 @@ REFUSED: dict[str, tuple[list[str], int, list[str]]] = {
         ["distributed.processes is 4, but the number of processes started is 1"],
     ),
     "launcher not used": (["distributed.enabled=true"], 2, ["distributed.enabled is true"]),
-    "engine": (["engine=jax"], 2, ["engine: expected"]),
+    "engine": (["engine=tpu"], 2, ["engine: expected"]),
     "strategy": (["distributed.strategy=fsdp"], 2, ["distributed.strategy: fsdp is not implemented yet"]),
     "backend of another device": (["distributed.backend=nccl"], 2, ["distributed.backend: nccl"]),
     "label smoothing": (["training.label_smoothing=0.1"], 2, ["training.label_smoothing"]),

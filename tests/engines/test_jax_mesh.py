@@ -64,3 +64,29 @@ def test_a_batch_that_the_devices_do_not_divide_is_refused() -> None:
     with pytest.raises(UsageError, match=r"training.batch_size: 6 is not divisible by the 4 devices"):
         mesh.check_batch(6, key="training.batch_size")
     mesh.check_batch(8, key="training.batch_size")
+
+
+def test_an_axis_that_divides_no_parameter_is_refused() -> None:
+    import jax
+
+    shapes = {"layers.0.self_attn.q_proj.weight": (16, 16), "norm.weight": (16,)}
+    with pytest.raises(UsageError, match=r"distributed.tensor: 5 divides no heads"):
+        DeviceMesh(jax.devices()[:1] * 5, {"tensor": 5}).check_parameters(shapes)
+    with pytest.raises(UsageError, match=r"distributed.shard: 3 divides no side"):
+        DeviceMesh(jax.devices()[:1] * 3, {"shard": 3}).check_parameters(shapes)
+    mesh = DeviceMesh(jax.devices()[:1] * 8, {"shard": 4, "tensor": 2})
+    mesh.check_parameters(shapes)
+    assert mesh.describe() == "8 cpu devices (shard 4 x tensor 2)"
+    assert DeviceMesh(jax.devices(), {}).describe() == "cpu"
+
+
+def test_processes_that_contradict_the_axes_are_refused() -> None:
+    from bottega.run.checks import find_problems
+    from bottega.tasks.recipes import load_recipe
+
+    recipe = load_recipe(["language", {"engine": "jax", "distributed.processes": 6, "distributed.shard": 2}]).recipe
+    assert [str(p) for p in find_problems(recipe)] == [
+        "distributed.processes is 6, but replicate x shard x tensor is 2; remove one of them"
+    ]
+    short = load_recipe(["language", {"distributed.processes": 6, "distributed.strategy": "fsdp"}]).recipe
+    assert short.distributed.mesh == {"replicate": 1, "shard": 6, "tensor": 1}

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -27,14 +28,14 @@ OPTIONS = {
 }
 
 
-def run_two_processes(words: list[str]) -> None:
-    """Run a command in two processes of two virtual devices; both must succeed."""
+def start_two_processes(words: list[str]) -> list[subprocess.Popen[str]]:
+    """Start a command in two processes of two virtual devices."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     shared |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    processes = [
+    return [
         subprocess.Popen(
             [sys.executable, "-m", "bottega", *words],
             env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
@@ -44,6 +45,11 @@ def run_two_processes(words: list[str]) -> None:
         )
         for rank in range(2)
     ]
+
+
+def run_two_processes(words: list[str]) -> None:
+    """Run a command in two processes; both must succeed."""
+    processes = start_two_processes(words)
     outputs = [process.communicate(timeout=280)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
 
@@ -70,3 +76,32 @@ def test_two_processes_train_and_resume_like_one(tmp_path: Path, axes: dict[str,
     sample = Path("samples") / "step-00000004" / "00.txt"
     assert (tmp_path / "run" / sample).read_text() == (alone / sample).read_text()
     assert "resumed" in (tmp_path / "run" / "log.txt").read_text()
+
+
+@pytest.mark.slow
+def test_a_process_whose_peer_is_killed_says_so_and_ends(tmp_path: Path) -> None:
+    text, log = write_text(tmp_path / "text.txt"), tmp_path / "run" / "metrics.jsonl"
+    words = ["train", "language/shakespeare", f"data.train.path={text}", f"output_dir={tmp_path}", "name=run"]
+    words += [f"{key}={'null' if value is None else value}" for key, value in OPTIONS.items()]
+    survivor, victim = start_two_processes(
+        [*words, "training.max_steps=100000", "evaluation.every=null", "checkpoint.every=null", "samples.every=null"]
+    )
+    while not (log.is_file() and log.stat().st_size) and survivor.poll() is None:
+        time.sleep(0.1)
+    victim.kill()
+    output = survivor.communicate(timeout=120)[0]
+    victim.communicate()
+    assert survivor.returncode == 8, output
+    assert "bottega: rank 0: another process was lost" in output
+
+
+def test_missing_variables_of_a_launcher_are_named() -> None:
+    environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "2"}
+    done = subprocess.run(
+        [sys.executable, "-m", "bottega", "train", "language", "engine=jax"],
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    assert done.returncode == 2
+    assert "these variables are not set: MASTER_ADDR, MASTER_PORT" in done.stderr

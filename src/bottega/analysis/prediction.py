@@ -16,7 +16,7 @@ from bottega.core.types import Batch
 from bottega.data.loading.loader import Loader
 from bottega.data.sources.source import Source
 from bottega.engines.backend import Backend, ModelPart, open_backend, resolve_precision
-from bottega.engines.compile_choice import choose_at_start
+from bottega.engines.compile_choice import CompileChoice, choose_at_start
 from bottega.measurements import MemoryPrediction, PredictionUnavailable, format_bytes
 from bottega.run.checks import find_checkpoint_folder
 from bottega.run.compose import build_plain_loader, count_total_steps, resolve_micro_batch_size
@@ -80,8 +80,10 @@ class MemoryPredictor:
         self._batch: Batch | None = None
         self.loader: Loader = build_plain_loader(recipe, plan.training, data_size=num_processes, order=plan.order)
         self.num_steps = count_total_steps(recipe, self.loader)
-        self.compile_choice = choose_at_start(
-            plan.task, recipe.training, device_type=device_type, num_steps=self.num_steps
+        self.compile_choice = (
+            CompileChoice(True)  # JAX has no other steps
+            if recipe.engine == "jax"
+            else choose_at_start(plan.task, recipe.training, device_type=device_type, num_steps=self.num_steps)
         )
 
     @property

@@ -16,15 +16,25 @@ MIN_TIMED_STEPS = 5
 
 
 def build_compile_callback(recipe: Recipe, engine: Engine, console: Console) -> list[Callback]:
-    """Return the callback of a run that may be compiled; nothing for one that never is, such as `auto` on a CPU.
-
-    Nor for one that always is: JAX has no other steps.
-    """
+    """Return the callback of a run that is or may be compiled; nothing for one that never is, such as `auto` on a CPU."""
     if recipe.engine == "jax":
-        return []
+        return [CompileNote(console)]
     switch, cost = recipe.training.compile, find_cost(engine.task, engine.device_type)
     may_compile = cost is not None if switch == "auto" else switch and is_compilable(engine.task)
     return [AutoCompile(recipe, engine, console)] if may_compile else []
+
+
+class CompileNote(Callback):
+    """Says that the first step of JAX compiles: until then the console shows nothing."""
+
+    name = "compile_note"
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+
+    def start(self, progress: Progress) -> None:
+        if progress.step < progress.total:
+            self.console.info("the first step compiles the model, which can take minutes where it is not in the cache")
 
 
 class AutoCompile(Callback):

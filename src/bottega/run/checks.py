@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import importlib.util
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -359,5 +360,10 @@ def _find_dependency_recipe_problems(recipe: Recipe, name: str) -> list[BottegaE
 def _find_jax_process_problems(recipe: Recipe) -> Iterator[str]:
     """Yield what `distributed` asks for that JAX does not have."""
     distributed = recipe.distributed
+    size, axes = math.prod(distributed.mesh.values()), (distributed.replicate, distributed.shard, distributed.tensor)
+    if distributed.processes not in (None, size) and any(axes):
+        yield (
+            f"distributed.processes is {distributed.processes}, but replicate x shard x tensor is {size}; remove one of them"
+        )
     if distributed.offload:
         yield "distributed.offload is not available with engine=jax; use distributed.shard to split the optimizer state"

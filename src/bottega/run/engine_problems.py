@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, get_args
+
+from pydantic import BaseModel
 
 from bottega.config.recipe import Recipe
 from bottega.config.technique_spec import TECHNIQUES
@@ -33,10 +35,15 @@ def find_engine_problems(recipe: Recipe) -> list[BottegaError]:
 def _find_value_problems(recipe: Recipe, allowed: Mapping[str, tuple[Any, ...]]) -> Iterator[str]:
     for key, values in allowed.items():
         value: Any = recipe
+        allowed_by_schema: tuple[Any, ...] = ()
         for name in key.split("."):
+            field = type(value).model_fields.get(name) if isinstance(value, BaseModel) else None
+            allowed_by_schema = get_args(field.annotation) if field is not None else ()
             value = getattr(value, name, values[0])
         if value not in values:
-            yield f"{key}: engine: jax has no {value}; it has {_join(values)}; use one of these, or engine=torch"
+            # A schema of one medium has some of the values of a task only.
+            offered = [other for other in values if not allowed_by_schema or other in allowed_by_schema]
+            yield f"{key}: engine: jax has no {_join([value])}; it has {_join(offered)}; use one of these, or engine=torch"
 
 
 def _find_technique_problems(recipe: Recipe) -> Iterator[str]:

@@ -154,11 +154,17 @@ def check_data_unchanged(
             )
         report(f"{text}; continuing because of --allow-data-change")
     changed_keys = [key for key in ("packages", "device", "world") if recorded.get(key) != current.get(key)]
+    if _has_torch(recorded) != _has_torch(current):  # the change of engine is reported by itself
+        changed_keys = [key for key in changed_keys if key != "packages"]
     if changed_keys:
         changes = "; ".join(f"{key}: {recorded.get(key)} -> {current.get(key)}" for key in changed_keys)
         report(
             f"resumed in another environment ({changes}): the same samples in the same order, but not bit for bit equal"
         )
+
+
+def _has_torch(fingerprint: Mapping[str, Any]) -> bool:
+    return "torch" in (fingerprint.get("packages") or {})
 
 
 def check_frozen_unchanged(manifest: checkpoint.Manifest, current: Mapping[str, Any]) -> None:

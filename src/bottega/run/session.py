@@ -117,7 +117,7 @@ class Session:
             engine = build_engine(recipe, plan.task)
             plan = plan.complete(engine)
             return self._train(recipe, workload, plan, engine, change_notes)
-        except (RuntimeError, MemoryError) as error:
+        except (RuntimeError, MemoryError, ValueError) as error:  # JAX raises ValueError for a failed collective
             lost_rank = open_backend(recipe.engine).describe_lost_rank(error)
             if lost_rank is not None:
                 raise PeerLost(lost_rank) from error

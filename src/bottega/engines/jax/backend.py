@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, final
 
@@ -27,7 +27,7 @@ try:
     from bottega.models.jax_build import build_abstract_model
 except ImportError as error:
     raise EnvironmentProblem(
-        f"engine: jax needs jax 0.10, flax 0.12 and optax 0.2.6 or newer ({error}); pip install 'bottega[jax]', or use engine=torch"
+        f"engine: jax needs jax 0.10, flax 0.12 and optax 0.2.6 or newer ({error}); pip install 'bottega[jax]', or train with engine=torch"
     ) from None
 
 
@@ -130,7 +130,7 @@ class JaxBackend(Backend):
         return parts
 
     def predict_memory(self, task: Task, training: Training, batch: Batch, **options: Any) -> MemoryPrediction:
-        raise PredictionUnavailable("the memory of engine=jax is known once a step is compiled; use --probe")
+        raise PredictionUnavailable("the memory of engine=jax is known once a step is compiled")
 
     def find_available_memory(self, device: str) -> int | None:
         try:
@@ -154,10 +154,10 @@ class JaxBackend(Backend):
         return processes.any_process(flag)
 
     def watch_ranks(self, log: Path) -> AbstractContextManager[object]:
-        return nullcontext()
+        return processes.exit_with_lost_process()
 
     def describe_lost_rank(self, error: BaseException) -> str | None:
-        return None
+        return processes.describe_lost_process(error)
 
 
 def _find_shapes(task: Task) -> dict[str, dict[str, tuple[int, ...]]]:

@@ -28,7 +28,7 @@ NUM_PRODUCTS = 8
 
 def measure_compute(engine: JaxEngine, batch: Batch) -> dict[str, float]:
     """Return `flops_per_sample` and `matmul_rate` in FLOP/s; nothing is computed with the model, only traced."""
-    flops, rate = count_flops(engine, batch), measure_matmul_rate(engine.device, engine.dtype)
+    flops, rate = count_flops(engine, batch), measure_matmul_rate(engine.device.jax_device, engine.dtype)
     return {"flops_per_sample": flops, "matmul_rate": rate} if flops and rate else {}
 
 

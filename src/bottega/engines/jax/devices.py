@@ -18,6 +18,19 @@ DEVICE_TYPES = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "rocm": "cuda"}
 DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 
 
+class NamedDevice:
+    """A device of JAX under the name that torch gives it, or under that of its mesh."""
+
+    def __init__(self, jax_device: Any, name: str) -> None:
+        self.jax_device, self._name = jax_device, name
+
+    def __str__(self) -> str:
+        return self._name
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(self.jax_device, attribute)
+
+
 def choose_devices(name: str) -> list[Any]:
     """Return the devices of the type that a recipe's `device` names, of all processes, the one with a given number first.
 
@@ -29,9 +42,11 @@ def choose_devices(name: str) -> list[Any]:
         raise UsageError(f"device: {choice}; choose from auto, cpu, cuda")
     try:
         devices = jax.devices(None if kind == "auto" else kind)
-    except RuntimeError:
+    except (RuntimeError, AssertionError):
+        platforms = os.environ.get("JAX_PLATFORMS")
+        cause = f"JAX_PLATFORMS={platforms} allows none here" if platforms else "jax found no GPU"
         raise MissingDevice(
-            f"device: {kind} is not available: jax found no GPU; use device=cpu, or install jax[cuda12] for the GPU"
+            f"device: {kind} is not available: {cause}; use device=cpu, or install jax[cuda12] for the GPU"
         ) from None
     if number and int(number) >= len(devices):
         raise MissingDevice(f"device: {name} does not exist; the last GPU is cuda:{len(devices) - 1}")

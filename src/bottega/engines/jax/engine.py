@@ -22,6 +22,7 @@ from bottega.engines.jax import evaluation, fisher, inspection, memory, micro_ba
 from bottega.engines.jax.compilation_cache import use_compilation_cache
 from bottega.engines.jax.compute import measure_compute
 from bottega.engines.jax.devices import (
+    NamedDevice,
     choose_devices,
     choose_precision,
     configure_computation,
@@ -72,14 +73,15 @@ class JaxEngine(Engine):
         self.task, self.training, self.rate, self.seed = task, training, rate, seed
         devices = choose_devices(device)
         self.mesh = DeviceMesh(devices, resolve_axes(mesh or {}, world, len(devices)))
-        self.device = next(device for device in devices if device.process_index == jax.process_index())
+        own = next(device for device in devices if device.process_index == jax.process_index())
+        self.device = NamedDevice(own, self.mesh.describe())
         self.rank, self.world_size = jax.process_index(), jax.process_count()
         self.data_rank, self.data_size = self.mesh.data_rank, self.mesh.data_size
         self.mesh.check_batch(micro_batch_size or training.batch_size, key=_name_batch_key(micro_batch_size))
         self.device_type, self.memory_before_model = get_device_type(self.device), get_resident_memory()
         self.dtype = choose_precision(training.mixed_precision, self.device)
         self.precision = jnp.dtype(self.dtype).name
-        configure_computation(self.device, self.dtype)
+        configure_computation(own, self.dtype)
         self.micro_batch_size, self.is_compiled = micro_batch_size, True
         self.profiler: JaxProfiler = JaxProfiler(self.device)
         self._hooks: list[BeforeStepHook] = []
@@ -92,6 +94,7 @@ class JaxEngine(Engine):
         self._abstract = abstract
         self.frozen_weights = {name: values for name, values in weights.items() if name != "model"}
         self.shapes = {name: tuple(value.shape) for name, value in weights["model"].items()}
+        self.mesh.check_parameters(self.shapes)
         self.settings = resolve_parameter_settings(training, list(self.shapes), is_trainable=task.is_trainable)
         self.assigned = assign_optimizers(
             self.shapes, self.settings, training.optimizer, weight_decay=training.weight_decay
@@ -263,10 +266,6 @@ class JaxEngine(Engine):
 
     def all_ranks_equal(self, text: str) -> bool:
         return all_processes_equal(text)
-
-    def close(self) -> None:
-        if self.world_size > 1:
-            any_process(False)  # the coordinator, which is rank 0, ends last
 
     def inspect(self, batch: Batch) -> dict[str, Any]:
         return inspection.inspect_modules(self, batch)

@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from bottega.core.errors import UsageError
+from bottega.engines.jax.devices import get_device_type
 from bottega.world import AXES, World
 
 Array = Any
@@ -91,6 +92,25 @@ class DeviceMesh:
 
     def _divides(self, axis: str, size: int) -> bool:
         return self.sizes[axis] > 1 and size % self.sizes[axis] == 0
+
+    def check_parameters(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise UsageError if no parameter can be split along an axis: its devices would all do the same work."""
+        used = {axis for name, shape in shapes.items() for axis in self._choose_axes(name, shape)}
+        for axis in ("shard", "tensor"):
+            if self.sizes[axis] > 1 and axis not in used:
+                what = "heads and no inner width of a layer" if axis == "tensor" else "side of a parameter"
+                raise UsageError(
+                    f"distributed.{axis}: {self.sizes[axis]} divides no {what} of this model; choose a number that does, or remove it"
+                )
+
+    def describe(self) -> str:
+        """Return the devices, such as "cuda:0", or "4 cuda devices (shard 2 x tensor 2)"."""
+        device = self.mesh.devices.flat[0]
+        kind = get_device_type(device)
+        if self.num_devices == 1:
+            return kind if kind == "cpu" else f"{kind}:{device.id}"
+        axes = " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1)
+        return f"{self.num_devices} {kind} devices ({axes})"
 
     def put_parameters(self, tensors: Mapping[str, Any]) -> dict[str, Array]:
         """Place parameters, or tensors of their shapes, by name."""
