@@ -201,3 +201,10 @@ def test_memory_errors_of_jax_have_their_exit_code() -> None:
 
     error = RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8589934592 bytes.")
     assert describe_error(error)[0] == 7
+
+
+def test_rows_of_padding_examples_are_left_out_whichever_batch_has_them() -> None:
+    from bottega.engines.jax.sums import sort_rows
+
+    rows = {"value": np.array([3.0, 1.0, 9.0]), "index": np.array([2, 0, 0]), "weight": np.array([1.0, 1.0, 0.0])}
+    assert sort_rows(rows)["value"].tolist() == [1.0, 3.0]

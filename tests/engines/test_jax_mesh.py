@@ -90,3 +90,14 @@ def test_processes_that_contradict_the_axes_are_refused() -> None:
     ]
     short = load_recipe(["language", {"distributed.processes": 6, "distributed.strategy": "fsdp"}]).recipe
     assert short.distributed.mesh == {"replicate": 1, "shard": 6, "tensor": 1}
+
+
+def test_a_classifier_of_texts_is_refused_in_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bottega.run.checks import _find_jax_process_problems
+    from bottega.tasks.recipes import load_recipe
+
+    recipe = load_recipe(["classify/cnn", {"engine": "jax"}]).recipe
+    assert list(_find_jax_process_problems(recipe)) == []
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    (problem,) = _find_jax_process_problems(recipe)
+    assert "pad their texts to different lengths; start one process" in problem

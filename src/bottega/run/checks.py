@@ -360,6 +360,15 @@ def _find_dependency_recipe_problems(recipe: Recipe, name: str) -> list[BottegaE
 def _find_jax_process_problems(recipe: Recipe) -> Iterator[str]:
     """Yield what `distributed` asks for that JAX does not have."""
     distributed = recipe.distributed
+    if (
+        World.from_environment().size > 1
+        and recipe.task == "classify"
+        and getattr(recipe.data, "input", None) == "text"
+    ):
+        yield (
+            "engine: jax trains a classifier of texts in one process, because several would pad their texts to different lengths; "
+            "start one process, which may use several devices (distributed.replicate)"
+        )
     size, axes = math.prod(distributed.mesh.values()), (distributed.replicate, distributed.shard, distributed.tensor)
     if distributed.processes not in (None, size) and any(axes):
         yield (

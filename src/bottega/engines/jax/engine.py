@@ -17,6 +17,7 @@ from bottega.core.engine import BeforeStepHook, Engine, EvaluationOutput, Inspec
 from bottega.core.schedule import ema_decay_at
 from bottega.core.task import Task
 from bottega.core.types import Batch, Models, Rows
+from bottega.engines.checkpoint_layout import check_same_layout
 from bottega.engines.host_memory import get_resident_memory
 from bottega.engines.jax import evaluation, fisher, inspection, memory, micro_batches
 from bottega.engines.jax.compilation_cache import use_compilation_cache
@@ -39,7 +40,7 @@ from bottega.engines.jax.processes import all_processes_equal, any_process, join
 from bottega.engines.jax.profiling import JaxProfiler
 from bottega.engines.jax.step import StepBuilder, StepOutputs, TrainState
 from bottega.engines.jax.sums import Mean, fetch_metrics, sort_rows
-from bottega.engines.jax.tensors import JaxSnapshot, check_finite, check_same_layout, read_tensors, take_snapshot
+from bottega.engines.jax.tensors import JaxSnapshot, check_finite, read_tensors, take_snapshot
 from bottega.measurements import MemoryReport, MemoryUse
 from bottega.models.jax_build import build_abstract_model, draw_weights
 from bottega.models.jax_layers import Module, bind, forward_context

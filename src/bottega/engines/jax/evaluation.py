@@ -84,8 +84,8 @@ def build_evaluator(engine: JaxEngine, task: Task) -> Evaluator:
         metrics = {name: (jnp.float32(value), jnp.float32(count)) for name, (value, count) in out.metrics.items()}
         terms = {name: (total, jnp.sum(counts[name])) for name, (total, _) in out.terms.items()}
         rows = {**out.rows, SAMPLE_INDEX: positions} if out.rows else {}
-        if rows and WEIGHT in batch:
-            rows[WEIGHT] = batch[WEIGHT]
+        if rows:  # always: batches with and without padding examples are joined
+            rows[WEIGHT] = batch[WEIGHT] if WEIGHT in batch else jnp.ones(len(positions))
         if engine.world_size > 1:
             rows = {name: jax.lax.with_sharding_constraint(value, replicated) for name, value in rows.items()}
         return terms, metrics, rows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,19 +47,6 @@ def read_tensors(path: Path) -> dict[str, np.ndarray]:
         raise CheckpointError(f"{path} is not a safetensors file: {error}") from None
 
 
-def check_same_layout(loaded: Mapping[str, Any], expected: Mapping[str, Any], path: Path) -> None:
-    """Raise CheckpointError unless names, shapes and dtypes are equal; nothing is cast or filled in silently."""
-    problems = [f"{name} is missing" for name in expected if name not in loaded]
-    problems += [f"{name} is not in the model" for name in loaded if name not in expected]
-    for name in expected.keys() & loaded.keys():
-        a, b = loaded[name], expected[name]
-        if a.shape != b.shape or a.dtype != b.dtype:
-            problems.append(f"{name} is {a.dtype} {tuple(a.shape)}, the model has {b.dtype} {tuple(b.shape)}")
-    if problems:
-        more = f" and {len(problems) - 10} more" if len(problems) > 10 else ""
-        raise CheckpointError(f"{path} does not fit the model: {'; '.join(sorted(problems)[:10])}{more}")
-
-
 def check_finite(loaded: Mapping[str, Any], path: Path) -> None:
     """Raise CheckpointError if weights are NaN or infinite."""
     for name, tensor in loaded.items():
@@ -68,8 +55,3 @@ def check_finite(loaded: Mapping[str, Any], path: Path) -> None:
                 f"{path}: {name} contains values that are not finite (NaN or infinity), so this checkpoint cannot be used; "
                 "choose an earlier one (--checkpoint; --resume_from to train), or train again with a lower learning rate"
             )
-
-
-def select_trainable(tensors: Mapping[str, Array], is_trainable: Callable[[str], bool]) -> dict[str, Array]:
-    """Return the tensors that a checkpoint has: all that the task trains."""
-    return {name: tensor for name, tensor in tensors.items() if is_trainable(name)}

@@ -11,6 +11,7 @@ from torch import Tensor
 from bottega.core.engine import Snapshot
 from bottega.core.errors import CheckpointError
 from bottega.core.types import Tensors
+from bottega.engines.checkpoint_layout import check_same_layout
 from bottega.models.folders.tensors import read_tensors
 
 
@@ -71,19 +72,6 @@ def load_model(
         check_same_layout(tensors, expected[file], folder / file)
         check_finite(tensors, expected[file], folder / file)
         model.load_state_dict(tensors, strict=False)  # the frozen rest keeps the values it was built with
-
-
-def check_same_layout(loaded: Mapping[str, Tensor], expected: Mapping[str, Tensor], path: Path) -> None:
-    """Raise CheckpointError unless names, shapes and dtypes are equal; nothing is cast or filled in silently."""
-    problems = [f"{name} is missing" for name in expected if name not in loaded]
-    problems += [f"{name} is not in the model" for name in loaded if name not in expected]
-    for name in expected.keys() & loaded.keys():
-        a, b = loaded[name], expected[name]
-        if a.shape != b.shape or a.dtype != b.dtype:
-            problems.append(f"{name} is {a.dtype} {tuple(a.shape)}, the model has {b.dtype} {tuple(b.shape)}")
-    if problems:
-        more = f" and {len(problems) - 10} more" if len(problems) > 10 else ""
-        raise CheckpointError(f"{path} does not fit the model: {'; '.join(sorted(problems)[:10])}{more}")
 
 
 def check_finite(loaded: Mapping[str, Tensor], expected: Mapping[str, Tensor], path: Path) -> None:
